@@ -1,0 +1,88 @@
+"""unsilent: catches silent data corruption in PyTorch training in the step in which it appears.
+
+    guard = unsilent.Guard(model, optimizer, loss_fn)
+    for batch in loader:
+        outcome = guard.step(batch)
+
+Names are loaded when they are first used, so that reading a report does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from unsilent.checks.audit import AuditConfig
+    from unsilent.checks.finite import FiniteConfig
+    from unsilent.config import GuardConfig
+    from unsilent.errors import (
+        CheckpointError,
+        CorruptionError,
+        IntegrityLost,
+        Quarantine,
+        RankFailure,
+        UnsilentError,
+        UsageError,
+    )
+    from unsilent.fingerprint import Fingerprint, fingerprint
+    from unsilent.guard import Guard, Outcome
+    from unsilent.records import Action, Kind, Site, Suspect, Verdict
+
+_HOME = {
+    "Action": "unsilent.records",
+    "AuditConfig": "unsilent.checks.audit",
+    "CheckpointError": "unsilent.errors",
+    "CorruptionError": "unsilent.errors",
+    "Fingerprint": "unsilent.fingerprint",
+    "FiniteConfig": "unsilent.checks.finite",
+    "Guard": "unsilent.guard",
+    "GuardConfig": "unsilent.config",
+    "IntegrityLost": "unsilent.errors",
+    "Kind": "unsilent.records",
+    "Outcome": "unsilent.guard",
+    "Quarantine": "unsilent.errors",
+    "RankFailure": "unsilent.errors",
+    "Site": "unsilent.records",
+    "Suspect": "unsilent.records",
+    "UnsilentError": "unsilent.errors",
+    "UsageError": "unsilent.errors",
+    "Verdict": "unsilent.records",
+    "fingerprint": "unsilent.fingerprint",
+}
+
+__all__ = [
+    "Action",
+    "AuditConfig",
+    "CheckpointError",
+    "CorruptionError",
+    "Fingerprint",
+    "FiniteConfig",
+    "Guard",
+    "GuardConfig",
+    "IntegrityLost",
+    "Kind",
+    "Outcome",
+    "Quarantine",
+    "RankFailure",
+    "Site",
+    "Suspect",
+    "UnsilentError",
+    "UsageError",
+    "Verdict",
+    "fingerprint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'unsilent' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value  # also undoes the submodule of the same name that the import has put here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

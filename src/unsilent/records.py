@@ -179,10 +179,11 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """An action and the reason for it."""
+    """An action and the reason for it. ``would`` is what act mode does; in observe mode ``action`` is CONTINUE."""
 
     action: Action
     reason: str
+    would: Action | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

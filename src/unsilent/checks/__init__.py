@@ -1,0 +1,1 @@
+"""One file per check, all behind the protocol in ``protocol.py``."""

@@ -1,0 +1,143 @@
+"""Check ``finite``: no gradient is NaN or infinite, locally before the reduction and reduced after it, in every step.
+
+``aminmax`` is exact, carries NaN, and costs a tenth of ``isfinite().all()``. A norm would overflow on finite values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unsilent.agreement import Agreed, Declaration
+from unsilent.checks.protocol import Coverage, Moment
+from unsilent.inventory import Inventory
+from unsilent.records import FiniteEvidence, Site
+from unsilent.reduction import Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class FiniteConfig:
+    """With a loss scaler: how many steps in a row it may back off, and how often in a row one rank may overflow alone."""
+
+    streak_limit: int = 50
+    lone_limit: int = 5
+
+
+class Finite:
+    """See the module's text.
+
+    Args:
+        inventory: of the inner module.
+        reduces: whether gradients are reduced at all; without, the local gradients are read after the backward.
+        scaler: whether a loss scaler is in use, so that an overflow may be its normal search.
+    """
+
+    name = "finite"
+    sites = (Site.GRADIENT, Site.REDUCTION)
+    period = 1
+
+    def __init__(self, inventory: Inventory, config: FiniteConfig, *, reduces: bool, scaler: bool) -> None:
+        self._inventory, self._config, self._reduces, self._scaler = inventory, config, reduces, scaler
+        self._local: list[torch.Tensor] = []
+        self._reduced: list[torch.Tensor] = []
+        self._streak = 0
+        self._lone = 0
+        self._bad_local = self._bad_reduced = False
+
+    def coverage(self) -> tuple[Coverage, ...]:
+        return (
+            Coverage(
+                site="gradient", check=self.name, how="exact: min and max of every gradient, before the reduction",
+                when="every step", blind="wrong values that are finite",
+            ),
+            Coverage(
+                site="reduction", check=self.name, how="exact: min and max of every reduced gradient",
+                when="every step", blind="finite errors inside the reduction",
+            ),
+        )  # fmt: skip
+
+    def declares(self) -> Declaration:
+        return Declaration(flags=("local", "reduced"))
+
+    def wants(self, step: int, micro_batch: int) -> frozenset[str]:
+        return frozenset()
+
+    def begin(self, moment: Moment) -> None:
+        self._local, self._reduced = [], []
+        self._bad_local = self._bad_reduced = False
+
+    def before_reduction(self, bucket: Bucket) -> None:
+        if bucket.buffer.numel():
+            self._local += bucket.buffer.aminmax()
+
+    def before_update(self, moment: Moment) -> None:
+        self._reduced = _extremes(entry.tensor for entry in self._inventory.gradients())
+
+    def fill(self) -> tuple[dict[str, bool], dict[str, int]]:
+        local, reduced = (self._local, self._reduced) if self._reduces else (self._reduced, [])
+        self._bad_local, self._bad_reduced = _not_finite(local, reduced)
+        return {"local": self._bad_local, "reduced": self._bad_reduced}, {}
+
+    def alarm(self, agreed: Agreed) -> bool:
+        found = agreed.raised(self.name, "local") or agreed.raised(self.name, "reduced")
+        if not found:
+            self._streak = self._lone = 0
+        return found
+
+    def details(self) -> tuple[bool, bool, tuple[str, ...]]:
+        """(local, reduced, names of the first parameters whose gradient is not finite)."""
+        names = [e.name for e in self._inventory.gradients() if not bool(torch.isfinite(e.tensor).all())]
+        return self._bad_local, self._bad_reduced, tuple(names[:8])
+
+    def evidence(self, step: int, details: Sequence[Any]) -> tuple[FiniteEvidence, ...]:
+        local = tuple(rank for rank, (bad, _, _) in enumerate(details) if bad)
+        reduced = tuple(rank for rank, (_, bad, _) in enumerate(details) if bad)
+        self._streak += 1
+        self._lone = self._lone + 1 if len(local) == 1 and len(details) > 1 else 0
+        return (
+            FiniteEvidence(
+                step=step,
+                world_size=len(details),
+                local=local,
+                reduced=reduced,
+                scaler=self._scaler,
+                streak=self._streak,
+                lone_streak=self._lone,
+                tensors=next((names for _, _, names in details if names), ()),
+            ),
+        )
+
+    @property
+    def limits(self) -> FiniteConfig:
+        return self._config
+
+    def recheck_reduced(self) -> None:
+        """Gradients were reduced anew; the local ones behind them were found good."""
+        self._local = []
+        self._bad_local = False
+        self._reduced = _extremes(entry.tensor for entry in self._inventory.gradients())
+
+    def after_update(self, moment: Moment, *, skipped: bool) -> None:
+        return
+
+
+def _extremes(tensors: Any) -> list[torch.Tensor]:
+    return [extreme for t in tensors if t.numel() for extreme in t.aminmax()]
+
+
+def _not_finite(*groups: list[torch.Tensor]) -> tuple[bool, ...]:
+    """Whether each group of scalars holds a NaN or Inf; one copy to the host for all groups."""
+    devices = {t.device for group in groups for t in group}
+    if not devices:
+        return tuple(False for _ in groups)
+    device = devices.pop()
+    bad = [
+        (~torch.isfinite(torch.stack([t.float() if t.dtype != torch.float64 else t for t in group]))).any()
+        if group
+        else torch.zeros((), dtype=torch.bool, device=device)
+        for group in groups
+    ]
+    return tuple(bool(b) for b in torch.stack(bad).tolist())

@@ -1,0 +1,164 @@
+"""Check ``replicas``: what all ranks must hold alike, they hold alike, bit for bit.
+
+Weights, optimizer state, declared buffers and the reduced gradient are read before the update, so that a value that
+was wrong when this step used it costs only this step. Step, learning rate and scaler are compared in every step: they
+are compared first, since a difference there is software and explains all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unsilent.agreement import Agreed, Declaration
+from unsilent.checks.protocol import Coverage, Moment
+from unsilent.fingerprint import combine, sums_many
+from unsilent.inventory import Entry, Inventory
+from unsilent.records import CounterEvidence, Site, VoteEvidence
+from unsilent.reduction import Bucket
+
+_MASK = 0x7FFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The fingerprints of one site: a row for each entry."""
+
+    names: tuple[str, ...]
+    rows: torch.Tensor
+
+    def digest(self) -> torch.Tensor:
+        """One int64 on the device over names and rows."""
+        names = zlib.crc32("\n".join(self.names).encode())
+        return combine(self.rows) ^ names if self.names else torch.zeros((), dtype=torch.int64)
+
+
+class Replicas:
+    """See the module's text.
+
+    Args:
+        inventory: of the inner module and the optimizer.
+        counters: gives the values that must be equal, by name.
+        period: compare tensors every so many steps, and whenever forced.
+    """
+
+    name = "replicas"
+    sites = (Site.WEIGHTS, Site.OPTIMIZER_STATE, Site.REDUCTION)
+
+    def __init__(
+        self, inventory: Inventory, counters: Callable[[], dict[str, str]], *, period: int, reduces: bool
+    ) -> None:
+        self.period = period
+        self._inventory, self._counters, self._reduces = inventory, counters, reduces
+        self._tables: dict[str, _Table] = {}
+        self._values: dict[str, str] = {}
+
+    def coverage(self) -> tuple[Coverage, ...]:
+        when = "every step" if self.period == 1 else f"every {self.period} steps, when saving, at the end"
+        return (
+            Coverage(
+                site="weights", check=self.name, how="bitwise vote over all ranks", when=when,
+                blind="the same error on a majority; with 2 ranks nobody is named",
+            ),
+            Coverage(
+                site="optimizer_state", check=self.name, how="bitwise vote over all ranks", when=when,
+                blind="the same error on a majority; with 2 ranks nobody is named",
+            ),
+            Coverage(
+                site="reduction", check=self.name, how="bitwise vote over the reduced gradients", when=when,
+                blind="an error inside the reduction that reaches all ranks alike",
+            ),
+            Coverage(
+                site="rng", check=self.name, how="step, learning rate and loss scale equal on all ranks",
+                when="every step", blind="generators, which differ between ranks by design",
+            ),
+        )  # fmt: skip
+
+    def declares(self) -> Declaration:
+        return Declaration(digests=("counters", "weights", "optimizer_state", "gradient", "buffers"))
+
+    def wants(self, step: int, micro_batch: int) -> frozenset[str]:
+        return frozenset()
+
+    def begin(self, moment: Moment) -> None:
+        self._tables = {}
+        self._values = {}
+
+    def before_reduction(self, bucket: Bucket) -> None:
+        return
+
+    def before_update(self, moment: Moment) -> None:
+        self._values = self._counters()
+        if self.name in moment.due:
+            self.read(gradients=self._reduces)
+
+    def read(self, *, gradients: bool) -> None:
+        """Take the fingerprints of everything that must be equal."""
+        self._values = self._counters()
+        buffers = [e for e in self._inventory.buffers() if e.replicated]
+        self._tables = {
+            "weights": _table(self._inventory.weights()),
+            "optimizer_state": _table(self._inventory.optimizer_state()),
+            "gradient": _table(self._inventory.gradients() if gradients else []),
+            "buffers": _table(buffers),
+        }
+
+    def weights_digest(self) -> int:
+        """One number over this rank's weights, for a pair of ranks to compare before an audit."""
+        return int(_table(self._inventory.weights()).digest()) & _MASK
+
+    def fill(self) -> tuple[dict[str, bool], dict[str, int]]:
+        text = repr(sorted(self._values.items())).encode()
+        digests = {"counters": int.from_bytes(hashlib.sha256(text).digest()[:8], "big") & _MASK}
+        if self._tables:
+            device = next((t.rows.device for t in self._tables.values() if t.names), torch.device("cpu"))
+            scalars = torch.stack([t.digest().to(device) for t in self._tables.values()])
+            digests |= {key: value & _MASK for key, value in zip(self._tables, scalars.tolist(), strict=True)}
+        return {}, digests
+
+    def alarm(self, agreed: Agreed) -> bool:
+        return any(agreed.differs(self.name, digest) for digest in self.declares().digests)
+
+    def details(self) -> tuple[dict[str, str], dict[str, tuple[tuple[str, ...], list[list[int]]]]]:
+        """(counters, {site: (names, fingerprint rows)})."""
+        return self._values, {key: (table.names, table.rows.tolist()) for key, table in self._tables.items()}
+
+    def evidence(self, step: int, details: Sequence[Any]) -> tuple[CounterEvidence | VoteEvidence, ...]:
+        """Counters that differ, and a vote for every tensor that differs between ranks or is missing on some."""
+        found: list[CounterEvidence | VoteEvidence] = []
+        for name in sorted({name for values, _ in details for name in values}):
+            values = tuple(values.get(name, "absent") for values, _ in details)
+            if len(set(values)) > 1:
+                found.append(CounterEvidence(step=step, name=name, values=values))
+        sites = {
+            "weights": Site.WEIGHTS,
+            "buffers": Site.WEIGHTS,
+            "optimizer_state": Site.OPTIMIZER_STATE,
+            "gradient": Site.REDUCTION,
+        }
+        for key, site in sites.items():
+            tables = [dict(zip(*tables.get(key, ((), ())), strict=True)) for _, tables in details]
+            names = dict.fromkeys(name for table in tables for name in table)
+            for name in names:
+                digests = tuple(_hex(table.get(name)) for table in tables)
+                if len(set(digests)) > 1:
+                    found.append(VoteEvidence(step=step, site=site, tensor=name, digests=digests))
+        return tuple(found)
+
+    def after_update(self, moment: Moment, *, skipped: bool) -> None:
+        return
+
+
+def _table(entries: list[Entry]) -> _Table:
+    names = tuple(entry.name for entry in entries)
+    rows = sums_many([e.tensor for e in entries]) if entries else torch.zeros(0, 2, dtype=torch.int64)
+    return _Table(names=names, rows=rows)
+
+
+def _hex(row: list[int] | None) -> str | None:
+    return None if row is None else "".join(f"{word & 0xFFFFFFFFFFFFFFFF:016x}" for word in row)

@@ -1,0 +1,73 @@
+"""How a guard behaves. Each check's own options stand next to the check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from unsilent.checks.audit import AuditConfig
+from unsilent.checks.finite import FiniteConfig
+from unsilent.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """Options of :class:`unsilent.Guard`; frozen, keyword-only.
+
+    Args:
+        mode: ``"act"`` repairs; ``"observe"`` records every verdict and the action it would take, and changes nothing.
+        quarantine: ``"ask"`` waits for ``unsilent approve RUN NODE`` before a node is taken out; ``"auto"`` does not.
+        audit_every: steps between two ring audits; None for none on schedule (a trigger may still ask for one).
+        replicas_every: steps between two votes over weights, optimizer state and reduced gradients; None for none.
+        save_every: the run saves when the number of completed updates is a multiple of this; the step before such a
+            save runs all checks. Without it, name such steps with ``guard.step(..., saving=True)``.
+        total_steps: the last step of the run, if known, runs all checks.
+        recomputes: how often in a row one step may be recomputed.
+        directory: run directory for events, evidence and ``exit.json``; None keeps none.
+        evidence: how much of a finding is kept: ``"digests"``, ``"slices"`` or ``"full"`` (with the batch).
+        timeout_s: seconds within which every rank ends or raises once one has failed.
+        on_guard_error: a fault in the guard itself switches the check off on all ranks (``"disable"``) or raises.
+        on_inconclusive: what to do when nobody can tell the right value.
+        node: the name of this host, see DESIGN; None takes it from the environment.
+        replicated_buffers: names of buffers that all ranks must hold alike; others may differ (BatchNorm).
+        keep_checkpoints: how many checkpoints are kept besides the newest certified one.
+        require_localization: refuse to start where a persistent fault could not be pinned on one node.
+    """
+
+    mode: Literal["act", "observe"] = "act"
+    quarantine: Literal["ask", "auto"] = "ask"
+    audit_every: int | None = 100
+    replicas_every: int | None = 10
+    save_every: int | None = None
+    total_steps: int | None = None
+    recomputes: int = 3
+    directory: str | Path | None = None
+    evidence: Literal["digests", "slices", "full"] = "digests"
+    timeout_s: float = 60.0
+    on_guard_error: Literal["disable", "raise"] = "disable"
+    on_inconclusive: Literal["continue", "stop"] = "continue"
+    node: str | None = None
+    replicated_buffers: tuple[str, ...] = ()
+    keep_checkpoints: int = 3
+    require_localization: bool = False
+    finite: FiniteConfig = field(default_factory=FiniteConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("audit_every", "replicas_every", "save_every", "total_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}: it must be at least 1, or None to switch it off")
+        choices = {
+            "mode": ("act", "observe"),
+            "quarantine": ("ask", "auto"),
+            "evidence": ("digests", "slices", "full"),
+            "on_guard_error": ("disable", "raise"),
+            "on_inconclusive": ("continue", "stop"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
+        if self.recomputes < 0 or self.timeout_s <= 0:
+            raise UsageError("recomputes must not be negative and timeout_s must be positive")

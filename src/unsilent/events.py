@@ -1,0 +1,427 @@
+"""The run log: what happened, one JSON line each, and the few small files that other programs read.
+
+A run directory holds ``events.jsonl`` (this log), ``exit.json`` (how it ended), ``exclude.json`` (nodes to leave out
+on restart) and ``approved.json`` (nodes that a person has given leave to take out). All ranks append to one log. No
+function that a training process calls here raises because of a disk: what could not be written is counted and said in
+the next line that can. Only `approve` and `read`, which people call, raise, and then one clear sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import numbers
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from unsilent.errors import UsageError
+from unsilent.records import Action, Event, Site, Suspect, Verdict
+
+SCHEMA_VERSION = 1
+EVENTS_FILE = "events.jsonl"
+EXIT_FILE = "exit.json"
+EXCLUDE_FILE = "exclude.json"
+APPROVED_FILE = "approved.json"
+
+EventKind = Literal[
+    "run_started",
+    "coverage",
+    "calibration",
+    "check_degraded",
+    "check_disabled",
+    "verdict",
+    "action",
+    "checkpoint",
+    "checkpoint_refused",
+    "trust_withdrawn",
+    "rank_failure",
+    "guard_error",
+    "needs_human",
+    "ask",
+    "approved",
+    "quarantine",
+    "finished",
+    "notice",
+]
+
+# These may be the last thing a process does, so they are on disk before the call returns.
+_DURABLE = frozenset({"verdict", "trust_withdrawn", "rank_failure", "needs_human", "ask", "quarantine", "finished"})
+_RESERVED = frozenset({"schema", "time", "rank", "run", "lost_before"})
+_LOCK_SECONDS = 5.0
+
+
+class EventLog:
+    """Appends events of one rank to ``directory/events.jsonl``; usable from several threads.
+
+    Every line goes out in one ``write`` call on a descriptor opened with ``O_APPEND``, so that ranks sharing a local
+    directory do not cut each other's lines.
+
+    Args:
+        directory: the run directory, created when absent; None keeps no log.
+        rank: the writer's global rank, None for a command that belongs to no rank.
+        run_id: the same for all ranks of one start, so that lines of a resumed run can be told apart.
+        clock: seconds since the epoch.
+
+    Attributes:
+        lost: how many events could not be written.
+        problem: why the last one could not, "" when nothing is wrong.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        *,
+        rank: int | None,
+        run_id: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = None if directory is None else Path(directory) / EVENTS_FILE
+        self.rank = rank
+        self.run_id = run_id
+        self.lost = 0
+        self.problem = ""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._descriptor: int | None = None
+        self._unsaid = 0
+        self._torn = False
+        if self.path is not None:
+            try:
+                self._open(self.path)
+            except OSError as error:
+                self.problem = str(error)
+
+    def write(
+        self,
+        kind: EventKind,
+        step: int,
+        *,
+        check: str | None = None,
+        site: Site | str | None = None,
+        verdict: Verdict | None = None,
+        suspects: Iterable[Suspect] | None = None,
+        action: Action | str | None = None,
+        seconds: float | None = None,
+        **fields: Any,
+    ) -> Event:
+        """Append one event and return it; check, site and suspects default to the verdict's."""
+        if clash := _RESERVED & fields.keys():
+            raise TypeError(f"event fields with a meaning of their own: {', '.join(sorted(clash))}")
+        if verdict is not None:
+            check = verdict.check if check is None else check
+            site = verdict.site if site is None else site
+            suspects = verdict.suspects if suspects is None else suspects
+        now = self._clock()
+        body: dict[str, Any] = {
+            "check": check,
+            "site": plain(site),
+            "verdict": None if verdict is None else verdict.to_json(),
+            "suspects": [asdict(suspect) for suspect in suspects or ()],
+            "action": plain(action),
+            "seconds": seconds,
+            **fields,
+        }
+        body = {key: plain(value) for key, value in body.items()}
+        if self.path is not None:
+            head = {"schema": SCHEMA_VERSION, "time": round(now, 6), "rank": self.rank, "run": self.run_id}
+            self._append(self.path, {**head, "step": step, "kind": kind, **body}, durable=kind in _DURABLE)
+        return Event(kind=kind, step=step, time=now, fields={"rank": self.rank, "run": self.run_id, **body})
+
+    def close(self) -> None:
+        """Close the file; a later write opens it again."""
+        if self._lock.acquire(timeout=_LOCK_SECONDS):
+            try:
+                self._close()
+            finally:
+                self._lock.release()
+
+    def _append(self, path: Path, line: dict[str, Any], *, durable: bool) -> None:
+        # The lock is waited for with a limit: the watcher must get away even when the main thread hangs in a write.
+        if not self._lock.acquire(timeout=_LOCK_SECONDS):
+            self.lost += 1
+            self._unsaid += 1
+            self.problem = "another thread is stuck writing an event"
+            return
+        try:
+            descriptor = self._open(path)
+            if self._unsaid:
+                line["lost_before"] = self._unsaid
+            data = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
+            if self._torn:
+                data = b"\n" + data
+            written = os.write(descriptor, data)
+            self._torn = written < len(data)
+            if self._torn:
+                raise OSError(f"only {written} of {len(data)} bytes of an event fitted on the disk")
+            if durable:
+                os.fsync(descriptor)
+            self._unsaid = 0
+            self.problem = ""
+        except OSError as error:
+            self.lost += 1
+            self._unsaid += 1
+            self.problem = str(error)
+            self._close()
+        finally:
+            self._lock.release()
+
+    def _open(self, path: Path) -> int:
+        if self._descriptor is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            size = os.fstat(self._descriptor).st_size
+            # A writer that was killed may have left half a line: begin after it.
+            self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        return self._descriptor
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadLog:
+    """A log that was read: its events in the order of writing, and how many lines could not be understood.
+
+    ``newer`` counts lines of a later schema version than this one knows; they are among the events all the same.
+    """
+
+    events: tuple[Event, ...]
+    unreadable: int = 0
+    torn: bool = False
+    newer: int = 0
+
+
+def read(directory: str | os.PathLike[str]) -> ReadLog:
+    """Read ``events.jsonl``; a torn last line is passed over, other unreadable lines are counted.
+
+    Raises:
+        UsageError: there is no such directory, or no log in it.
+    """
+    path = Path(directory) / EVENTS_FILE
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: there is no such run directory")
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"{path.parent}: this is not a run directory, it holds no {EVENTS_FILE}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    events: list[Event] = []
+    unreadable = newer = 0
+    torn = False
+    *lines, rest = data.split(b"\n")
+    for last, line in [*((False, line) for line in lines), (True, rest)]:
+        if not line.strip():
+            continue
+        event = _parse(line)
+        if event is not None:
+            newer += event.fields["schema"] > SCHEMA_VERSION
+            events.append(event)
+        elif last:
+            torn = True
+        else:
+            unreadable += 1
+    return ReadLog(events=tuple(events), unreadable=unreadable, torn=torn, newer=newer)
+
+
+def write_exit(
+    directory: str | os.PathLike[str],
+    exit_code: int,
+    step: int,
+    verdict: Verdict | None = None,
+    **more: Any,
+) -> bool:
+    """Write ``exit.json``, the outcome that torchrun's own exit code cannot carry; True when it is on disk."""
+    record = {
+        "schema": SCHEMA_VERSION,
+        "exit_code": exit_code,
+        "step": step,
+        "verdict": None if verdict is None else verdict.to_json(),
+        "time": round(time.time(), 6),
+        **more,
+    }
+    return _replace(Path(directory) / EXIT_FILE, record)
+
+
+def read_exit(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """What ``exit.json`` says; None when there is none, or none that can be understood."""
+    record = _load(Path(directory) / EXIT_FILE)
+    return record if record is not None and isinstance(record.get("exit_code"), int) else None
+
+
+def write_exclude(directory: str | os.PathLike[str], nodes: Iterable[str], reason: str) -> bool:
+    """Add nodes to ``exclude.json``, with the reason, keeping those already there; one rank calls it.
+
+    A file that cannot be understood is kept beside it as ``exclude.json.unreadable``. True when it is on disk.
+    """
+    path = Path(directory) / EXCLUDE_FILE
+    known = _reasons(path)
+    if known is None:
+        try:
+            path.replace(path.with_name(path.name + ".unreadable"))
+        except OSError:
+            return False
+        known = {}
+    merged = {**known, **dict.fromkeys(nodes, reason)}
+    return _replace(path, {"schema": SCHEMA_VERSION, "nodes": sorted(merged), "reasons": merged})
+
+
+def excluded_nodes(directory: str | os.PathLike[str]) -> dict[str, str]:
+    """The nodes of ``exclude.json``, each with its reason.
+
+    Raises:
+        UsageError: the file is there and cannot be understood: to ignore it would bring a bad node back.
+    """
+    path = Path(directory) / EXCLUDE_FILE
+    reasons = _reasons(path)
+    if reasons is None:
+        raise UsageError(f"{path}: cannot be understood; repair it or remove it")
+    return reasons
+
+
+def approve(directory: str | os.PathLike[str], node: str) -> None:
+    """A person's leave to take a node out; the run sees it at its next step.
+
+    Raises:
+        UsageError: the run has not asked about this node, or the answer cannot be written.
+    """
+    asked = asked_nodes(read(directory).events)
+    if node not in asked:
+        about = f"it asked about {', '.join(asked)}" if asked else "it has asked about no node"
+        raise UsageError(f"{directory}: the run did not ask about node {node!r}; {about}")
+    path = Path(directory) / APPROVED_FILE
+    nodes = dict(_approvals(path))
+    nodes.setdefault(node, time.time())
+    if not _replace(path, {"schema": SCHEMA_VERSION, "nodes": nodes}):
+        raise UsageError(f"{path}: cannot be written")
+    log = EventLog(directory, rank=None, run_id="")
+    log.write("approved", -1, node=node)
+    log.close()
+
+
+def approved_nodes(directory: str | os.PathLike[str]) -> frozenset[str]:
+    """The nodes that a person has approved; empty when nobody answered or the file cannot be understood."""
+    return frozenset(_approvals(Path(directory) / APPROVED_FILE))
+
+
+def asked_nodes(events: Iterable[Event]) -> tuple[str, ...]:
+    """The nodes that ``ask`` events name, in the order of asking."""
+    nodes: dict[str, None] = {}
+    for event in events:
+        if event.kind == "ask":
+            for node in suspect_nodes(event):
+                nodes.setdefault(node)
+    return tuple(nodes)
+
+
+def suspect_nodes(event: Event) -> tuple[str, ...]:
+    """The nodes among the suspects of an event."""
+    suspects = event.fields.get("suspects")
+    if not isinstance(suspects, list):
+        return ()
+    found = [cast(dict[str, Any], s).get("node") for s in cast(list[Any], suspects) if isinstance(s, dict)]
+    return tuple(node for node in found if isinstance(node, str))
+
+
+def plain(value: Any) -> Any:
+    """JSON values of what a caller hands over.
+
+    NaN and infinities become words, since JSON has none; a tensor becomes its shape and dtype, so that no log ever
+    holds its values.
+    """
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        return number if math.isfinite(number) else str(number)
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(plain(k)): plain(v) for k, v in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item) for item in cast(frozenset[Any], value)), key=str)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in cast(list[Any], value)]
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return {"shape": [int(n) for n in shape], "dtype": str(dtype)}
+    return str(value)
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        raw: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict):
+        return None
+    fields = cast(dict[str, Any], raw)
+    kind, step, when = fields.get("kind"), fields.get("step"), fields.get("time")
+    if not (isinstance(kind, str) and isinstance(step, int) and isinstance(when, int | float)):
+        return None
+    if not isinstance(fields.get("schema"), int):
+        return None
+    rest = {key: value for key, value in fields.items() if key not in ("kind", "step", "time")}
+    return Event(kind=kind, step=step, time=float(when), fields=rest)
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    try:
+        raw: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return cast(dict[str, Any], raw) if isinstance(raw, dict) else None
+
+
+def _reasons(path: Path) -> dict[str, str] | None:
+    """The content of ``exclude.json``: empty when there is no file, None when it cannot be understood."""
+    if not path.exists():
+        return {}
+    record = _load(path)
+    reasons = None if record is None else record.get("reasons")
+    if not isinstance(reasons, dict):
+        return None
+    return {str(node): str(reason) for node, reason in cast(dict[Any, Any], reasons).items()}
+
+
+def _approvals(path: Path) -> dict[str, Any]:
+    record = _load(path)
+    nodes = None if record is None else record.get("nodes")
+    return cast(dict[str, Any], nodes) if isinstance(nodes, dict) else {}
+
+
+def _replace(path: Path, record: Mapping[str, Any]) -> bool:
+    """Write a file so that a reader sees the old one or the new one, whole; False when the disk would not."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = (json.dumps(plain(record), indent=2, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return False
+    return True

@@ -1,0 +1,222 @@
+"""From a verdict to an action. Pure: history and time are arguments, and every answer comes with its reason.
+
+DESIGN §8: recovery from cheap to dear; P9: people decide first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from unsilent.records import Action, Decision, Kind, Site, Verdict
+
+Mode = Literal["observe", "act"]
+QuarantineBy = Literal["ask", "auto"]
+OnInconclusive = Literal["continue", "stop"]
+
+_STATE_SITES = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What the configuration of a run says about acting."""
+
+    mode: Mode = "observe"
+    quarantine: QuarantineBy = "ask"
+    on_inconclusive: OnInconclusive = "continue"
+
+    def decide(
+        self,
+        verdict: Verdict,
+        *,
+        strikes: int,
+        recomputes_left: int,
+        repair_possible: bool,
+        heal_allowed: bool,
+        approved: bool,
+        recorded_is_right: bool,
+        harmless: bool = False,
+    ) -> Decision:
+        """``decide`` under this configuration."""
+        return decide(
+            verdict,
+            mode=self.mode,
+            quarantine=self.quarantine,
+            strikes=strikes,
+            recomputes_left=recomputes_left,
+            repair_possible=repair_possible,
+            heal_allowed=heal_allowed,
+            approved=approved,
+            recorded_is_right=recorded_is_right,
+            on_inconclusive=self.on_inconclusive,
+            harmless=harmless,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustLoss:
+    """Which checkpoints lose trust, and the certified one to go back to (None: there is none)."""
+
+    reason: str
+    distrusted: tuple[int, ...] = ()
+    go_back_to: int | None = None
+
+
+def decide(
+    verdict: Verdict,
+    *,
+    mode: Mode,
+    quarantine: QuarantineBy,
+    strikes: int,
+    recomputes_left: int,
+    repair_possible: bool,
+    heal_allowed: bool,
+    approved: bool,
+    recorded_is_right: bool,
+    on_inconclusive: OnInconclusive,
+    harmless: bool = False,
+) -> Decision:
+    """The action for one verdict.
+
+    Args:
+        strikes: PERSISTENT verdicts on that device before this one.
+        recomputes_left: how often this step may still be recomputed.
+        repair_possible: a healthy rank holds the right gradient and it can still be put in place.
+        heal_allowed: the same tensors read clean at the step before, so the wrong replica has reached nobody.
+        approved: a person has approved taking the suspect's node out.
+        recorded_is_right: the live value was the agreed one (the auditor or an arbiter erred).
+        harmless: a SOFTWARE finding that this step cannot carry into the state (its update is skipped anyway).
+    """
+    would = _in_act_mode(
+        verdict,
+        quarantine=quarantine,
+        strikes=strikes,
+        recomputes_left=recomputes_left,
+        repair_possible=repair_possible,
+        heal_allowed=heal_allowed,
+        approved=approved,
+        recorded_is_right=recorded_is_right,
+        on_inconclusive=on_inconclusive,
+        harmless=harmless,
+    )
+    if mode == "act":
+        return would
+    return Decision(
+        action=Action.CONTINUE,
+        reason=f"observe mode changes nothing; act mode would {would.action.value}: {would.reason}",
+        would=would.action,
+    )
+
+
+def _in_act_mode(
+    verdict: Verdict,
+    *,
+    quarantine: QuarantineBy,
+    strikes: int,
+    recomputes_left: int,
+    repair_possible: bool,
+    heal_allowed: bool,
+    approved: bool,
+    recorded_is_right: bool,
+    on_inconclusive: OnInconclusive,
+    harmless: bool,
+) -> Decision:
+    if verdict.kind is Kind.INCONCLUSIVE:
+        if on_inconclusive == "stop":
+            return _take(Action.STOP, "nobody can tell the right value, and on_inconclusive is 'stop'")
+        return _take(Action.CONTINUE, "nobody can tell the right value; the check is degraded, the step not certified")
+
+    if verdict.kind is Kind.SOFTWARE:
+        if harmless:
+            return _take(Action.CONTINUE, "the cause is common to all ranks, and this step's update is skipped anyway")
+        return _take(Action.STOP, "the cause is common to all ranks: a recomputation would give the same")
+
+    if verdict.kind is Kind.PERSISTENT and strikes >= 1:
+        node = next((suspect.node for suspect in verdict.suspects if suspect.node is not None), None)
+        if node is None:
+            waiting = "it came back, but no node can be named to take out"
+        elif quarantine == "auto" or approved:
+            who = "approved" if approved else "quarantine is 'auto'"
+            return _take(Action.QUARANTINE, f"PERSISTENT verdict number {strikes + 1} on this device ({who})")
+        else:
+            waiting = f"waiting for approval: unsilent approve RUN {node}"
+    elif verdict.kind is Kind.PERSISTENT:
+        waiting = "first PERSISTENT verdict on this device: it is audited every step from now on"
+    else:
+        waiting = ""
+
+    fix = _restore_the_step(
+        verdict,
+        recomputes_left=recomputes_left,
+        repair_possible=repair_possible,
+        heal_allowed=heal_allowed,
+        recorded_is_right=recorded_is_right,
+    )
+    return _take(fix.action, f"{fix.reason}; {waiting}") if waiting else fix
+
+
+def _restore_the_step(
+    verdict: Verdict, *, recomputes_left: int, repair_possible: bool, heal_allowed: bool, recorded_is_right: bool
+) -> Decision:
+    """The cheapest way back to a right step."""
+    if verdict.site in _STATE_SITES:
+        if heal_allowed:
+            return _take(Action.HEAL, "the wrong replica has reached nobody: copied from the majority, then recomputed")
+        return _take(
+            Action.ROLLBACK,
+            "the wrong replica may have reached the others through its gradients: back to the newest certified state",
+        )
+    if recorded_is_right:
+        return _take(Action.CONTINUE, "the live value is the agreed one: only a replay was wrong")
+    # What a reduction made is in no single rank's share, so nobody holds the right value.
+    if repair_possible and verdict.site is not Site.REDUCTION:
+        return _take(Action.REPAIR, "a healthy rank holds the right gradient")
+    if recomputes_left > 0:
+        return _take(Action.RECOMPUTE, f"the right value is not at hand ({recomputes_left} recomputations left)")
+    return _take(Action.STOP, "the right value is not at hand and no recomputation is left")
+
+
+def _take(action: Action, reason: str) -> Decision:
+    return Decision(action=action, reason=reason, would=action)
+
+
+def trust_lost(
+    verdict: Verdict,
+    *,
+    candidates: Sequence[int],
+    certified: Collection[int],
+    clean_audits: Mapping[int, Sequence[int]],
+) -> TrustLoss:
+    """What a PERSISTENT verdict takes from the checkpoints written so far.
+
+    Args:
+        candidates: all checkpoints, each named by the updates it holds (checkpoint u holds steps 0 to u - 1).
+        certified: those of them that were certified.
+        clean_audits: per rank of a suspect (a rank drives one device in a run) the steps of its clean audits.
+
+    Every step after the device's last clean audit before the verdict is doubtful. An audit at step c vouches for
+    checkpoint c + 1; checkpoints above it lose trust. Without a clean audit all that hold any step do.
+    """
+    ordered = sorted(set(candidates))
+    newest = max((step for step in ordered if step in certified), default=None)
+    if verdict.kind is not Kind.PERSISTENT:
+        return TrustLoss(reason="only a PERSISTENT verdict takes trust away", go_back_to=newest)
+
+    ranks = [suspect.rank for suspect in verdict.suspects if suspect.rank is not None]
+    last_clean = [
+        max((step for step in clean_audits.get(rank, ()) if step < verdict.step), default=-1) for rank in ranks
+    ]
+    vouched = min(last_clean, default=-1)
+    distrusted = tuple(step for step in ordered if step > vouched + 1)
+    go_back_to = max((step for step in ordered if step in certified and step <= vouched + 1), default=None)
+    since = (
+        f"since step {vouched}, its last clean audit," if vouched >= 0 else "since the start, without a clean audit,"
+    )
+    back = f"go back to checkpoint {go_back_to}" if go_back_to is not None else "no certified checkpoint is left"
+    named = ", ".join(f"rank {rank}" for rank in ranks) or "nobody named"
+    return TrustLoss(
+        reason=f"PERSISTENT at step {verdict.step} ({named}): what it did {since} is doubtful; {back}",
+        distrusted=distrusted,
+        go_back_to=go_back_to,
+    )

@@ -1,0 +1,1 @@
+"""What is done about a finding, from cheap to dear; one file each."""

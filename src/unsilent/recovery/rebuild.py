@@ -1,0 +1,140 @@
+"""REPAIR and RECOMPUTE: put right local gradients behind this step's reduction and reduce again, in the same layout.
+
+REPAIR: the other ranks' local gradients are still at hand; only the faulty rank's share is computed anew, by a rank
+that is known to give the right value. RECOMPUTE: nothing was kept, so every rank computes its own share anew first.
+Both end in the same all-reduce of the same buckets, so the bits are those of a step without the fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from unsilent.reduction import Reduction
+from unsilent.replay import Execution as Run
+from unsilent.ring import Ring
+from unsilent.world import World
+
+_TAG_RESULT, _TAG_OK = 30, 31
+
+
+@dataclass(frozen=True)
+class Share:
+    """The work of ``auditee`` is to be taken from ``source``, whose rerun must give ``digest`` (None: any)."""
+
+    auditee: int
+    source: int
+    digest: str | None
+
+
+def rebuild(
+    world: World, reduction: Reduction, ring: Ring, shares: tuple[Share, ...], losses: list[torch.Tensor]
+) -> bool:
+    """Replace the shares, reduce again and write ``.grad``; the same call on all ranks.
+
+    Args:
+        losses: this rank's losses of the step; overwritten in place when its share is replaced.
+
+    Returns:
+        Whether every rank did its part and every rerun gave the value it had to give.
+    """
+    mine = next((share for share in shares if share.auditee == world.rank), None)
+    runs: dict[int, Run] = {}
+    problems: list[str] = []
+
+    def rerun(auditee: int, digest: str | None) -> None:
+        try:
+            runs[auditee] = ring.rerun(auditee)
+        except Exception as error:  # noqa: BLE001 - all ranks must learn of it before anyone acts
+            problems.append(f"rank {world.rank} could not rerun the work of rank {auditee}: {error}")
+            return
+        if digest is not None and ring.audit.digest_of(runs[auditee].reading) != digest:
+            problems.append(f"rank {world.rank}'s rerun of the work of rank {auditee} gave another value again")
+
+    for share in shares:
+        if share.source == world.rank:
+            rerun(share.auditee, share.digest)
+    kept = reduction.kept or reduction.ddp is None
+    if not kept and world.rank not in runs and (mine is None or mine.source == world.rank):
+        rerun(world.rank, None)
+    if any(problems for problems in world.gather(problems, step=ring_step(ring), tag=_TAG_OK)):
+        return False
+
+    buffers = _local_buffers(reduction, runs.get(world.rank), kept)
+    for share in shares:
+        if share.source != share.auditee:
+            _hand_over(world, reduction, ring, share, runs.get(share.auditee), buffers, losses)
+    if mine is not None and mine.source == world.rank:
+        _adopt(ring, runs[world.rank], losses)
+
+    if reduction.ddp is None:
+        _write_directly(reduction, runs.get(world.rank))
+    for index in sorted(buffers):
+        world.reduce_in_job(buffers[index])
+        reduction.write(index, buffers[index])
+    torch.clear_autocast_cache()
+    return True
+
+
+def ring_step(ring: Ring) -> int:
+    """The step whose work the ring holds."""
+    return next(iter(ring.works.values())).step if ring.works else 0
+
+
+def _local_buffers(reduction: Reduction, own: Run | None, kept: bool) -> dict[int, torch.Tensor]:
+    """This rank's local buckets: from its rerun where there is one, else the kept ones (zeros if it waits for one)."""
+    if reduction.ddp is None:
+        return {}
+    if own is not None:
+        return {b.index: reduction.local(b.index, own.gradients) for b in reduction.buckets}
+    if kept:
+        return {b.index: reduction.local(b.index) for b in reduction.buckets}
+    return {b.index: reduction.local(b.index, {}) for b in reduction.buckets}
+
+
+def _hand_over(
+    world: World,
+    reduction: Reduction,
+    ring: Ring,
+    share: Share,
+    run: Run | None,
+    buffers: Mapping[int, torch.Tensor],
+    losses: list[torch.Tensor],
+) -> None:
+    """The source sends local buckets, losses and written module buffers; the faulty rank puts them in its place."""
+    if world.rank == share.source:
+        assert run is not None
+        for bucket in reduction.buckets:
+            world.send(reduction.local(bucket.index, run.gradients), share.auditee)
+        world.send(torch.stack([loss.reshape(()) for loss in run.losses]), share.auditee)
+        for name in sorted(run.buffers):
+            world.send(run.buffers[name], share.auditee)
+    elif world.rank == share.auditee:
+        for bucket in reduction.buckets:
+            world.receive(buffers[bucket.index], share.source)
+        right = torch.stack([loss.detach().reshape(()) for loss in losses])
+        world.receive(right, share.source)
+        for loss, value in zip(losses, right, strict=True):
+            loss.copy_(value)
+        live = {n: b.detach().clone() for n, b in reduction.inner.named_buffers()}
+        for name in sorted(live):
+            world.receive(live[name], share.source)
+        ring.replayer.write_buffers(live)
+
+
+def _adopt(ring: Ring, run: Run, losses: list[torch.Tensor]) -> None:
+    """This rank's own rerun takes the place of its live run."""
+    for loss, value in zip(losses, run.losses, strict=True):
+        loss.copy_(value)
+    ring.replayer.write_buffers(run.buffers)
+
+
+def _write_directly(reduction: Reduction, run: Run | None) -> None:
+    """Without a reduction the local gradient is the gradient."""
+    if run is None:
+        return
+    for parameter in reduction.inner.parameters():
+        if id(parameter) in run.gradients and parameter.grad is not None:
+            parameter.grad.copy_(run.gradients[id(parameter)])

@@ -1,0 +1,247 @@
+"""The one place where DDP's gradients pass: our communication hook, what it lets checks see, and reducing again.
+
+The hook reduces exactly as DDP does by default: multiply by 1/W (never divide: other bits at 3 ranks), then all-reduce
+on the job's group. It hands DDP a future of our own, so that the watcher can complete it when a rank has failed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unsilent.errors import RankFailure, UsageError
+from unsilent.watcher import Watcher
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket of the step that is running.
+
+    ``buffer`` is flat, in the gradients' dtype; it holds the local values already multiplied by 1/W until the
+    reduction, and the reduced values after it. ``parameters`` lie in it one after the other, without gaps.
+    """
+
+    index: int
+    buffer: torch.Tensor
+    parameters: tuple[nn.Parameter, ...]
+
+    def views(self, buffer: torch.Tensor | None = None) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter with its slice of ``buffer`` (this bucket's own by default), in the parameter's shape."""
+        flat = self.buffer if buffer is None else buffer
+        at = 0
+        for parameter in self.parameters:
+            part = flat[at : at + parameter.numel()]
+            # DDP keeps the memory format of a dense parameter (channels_last, say) inside the bucket.
+            stride = None if parameter.is_contiguous() else parameter.stride()
+            view = part.view(parameter.shape) if stride is None else part.as_strided(parameter.shape, stride)
+            yield parameter, view
+            at += parameter.numel()
+
+
+class Observer(Protocol):
+    """Sees every bucket before the reduction. Called in backward: it must not raise, communicate or synchronise."""
+
+    def before_reduction(self, bucket: Bucket) -> None: ...
+
+
+class Reduction:
+    """The gradient reduction of one model: plain (nothing is reduced), observed only, or through our hook.
+
+    Args:
+        model: what the user trains: a plain module or a DistributedDataParallel.
+        observers: called for every bucket in this order.
+
+    Attributes:
+        hooked: our hook reduces; REPAIR is possible.
+        scale: what local gradients were multiplied by before an observer saw them.
+        notice: why the reduction is not ours, "" when it is or when there is none.
+    """
+
+    def __init__(self, model: nn.Module, observers: list[Observer], watcher: Watcher) -> None:
+        self.ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        self.observers = observers
+        self.hooked = False
+        self.scale = 1.0
+        self.notice = ""
+        self.error: BaseException | None = None
+        self._keep = False
+        self._buckets: dict[int, Bucket] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        self._pending: list[torch.futures.Future[torch.Tensor]] = []
+        self._observed: list[Any] = []
+        if self.ddp is None:
+            return
+        self.world_size = dist.get_world_size(self.ddp.process_group)
+        if _has_hook(self.ddp):
+            self.notice = "the model already has a communication hook: local gradients are seen, REPAIR is not possible"
+            self._observe_parameters()
+            return
+        self.scale = 1.0 / self.world_size
+        self.ddp.register_comm_hook(self, _hook)
+        self.hooked = True
+        watcher.on_failure(self._wake)
+
+    @contextmanager
+    def step(self, *, keep: bool) -> Iterator[None]:
+        """Bracket one forward and backward; ``keep`` holds a copy of the local buckets until :meth:`forget`."""
+        self.forget()
+        self._keep = keep and self.hooked
+        self._buckets.clear()
+        self.error = None
+        try:
+            yield
+        finally:
+            self._keep = False
+            with self._lock:
+                self._pending.clear()
+
+    def forget(self) -> None:
+        """Drop the copies of local buckets, if any."""
+        self._kept.clear()
+
+    @property
+    def kept(self) -> bool:
+        """Whether the local buckets of the current step are at hand."""
+        return bool(self._kept) and len(self._kept) == len(self._buckets)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of the current step in index order, as far as they were reduced."""
+        return tuple(self._buckets[i] for i in sorted(self._buckets))
+
+    def unreduced(self) -> tuple[nn.Parameter, ...]:
+        """Parameters that hold a gradient no reduction has touched; empty when all is well or nothing reduces."""
+        if self.ddp is None or not self.hooked:
+            return ()
+        seen = {id(p) for bucket in self._buckets.values() for p in bucket.parameters}
+        if not self._finished():
+            seen = set[int]()
+        return tuple(p for p in self.inner.parameters() if p.grad is not None and id(p) not in seen)
+
+    def local(self, index: int, gradients: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+        """A new flat local buffer of one bucket: the kept copy, or packed from ``gradients`` (by ``id(parameter)``).
+
+        Gradients that are absent count as zero, as DDP counts unused parameters; they must be scaled already.
+        """
+        if gradients is None:
+            return self._kept[index].clone()
+        bucket = self._buckets[index]
+        buffer = torch.zeros_like(bucket.buffer)
+        for parameter, view in bucket.views(buffer):
+            if id(parameter) in gradients:
+                view.copy_(gradients[id(parameter)])
+        return buffer
+
+    def write(self, index: int, reduced: torch.Tensor) -> None:
+        """Put a reduced buffer where the optimizer looks: into ``.grad`` of its parameters, and into the bucket."""
+        bucket = self._buckets[index]
+        bucket.buffer.copy_(reduced)
+        for parameter, view in bucket.views(reduced):
+            if parameter.grad is not None:
+                parameter.grad.copy_(view)
+
+    def close(self) -> None:
+        for handle in self._observed:
+            handle.remove()
+
+    def _finished(self) -> bool:
+        """Whether DDP's reducer has reduced all its buckets in this backward."""
+        assert self.ddp is not None
+        try:
+            self.ddp._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return bool(self._buckets)
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The communication hook: what DDP does by default, seen by the observers."""
+        buffer = bucket.buffer()
+        buffer.mul_(self.scale)
+        seen = Bucket(bucket.index(), buffer, tuple(bucket.parameters()))  # type: ignore[arg-type]
+        self._buckets[seen.index] = seen
+        try:
+            for observer in self.observers:
+                observer.before_reduction(seen)
+            if self._keep:
+                self._kept[seen.index] = buffer.clone()
+        except BaseException as error:  # noqa: BLE001 - nothing may raise inside a hook; the step reports it
+            self.error = error
+        devices = [buffer.device] if buffer.is_cuda else []
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        with self._lock:
+            self._pending.append(future)
+        assert self.ddp is not None
+        work = dist.all_reduce(buffer, group=self.ddp.process_group, async_op=True)
+        assert work is not None
+        work.get_future().add_done_callback(lambda done: self._complete(future, done))
+        return future
+
+    def _complete(self, future: torch.futures.Future[torch.Tensor], done: Any) -> None:
+        with self._lock:
+            if future.done():
+                return
+            try:
+                value = done.value()
+                future.set_result(value[0] if isinstance(value, list) else value)
+            except BaseException as error:  # noqa: BLE001 - a broken connection: backward gets it
+                future.set_exception(RuntimeError(f"the reduction failed: {error}"))
+
+    def _wake(self, failure: RankFailure) -> None:
+        with self._lock:
+            for future in self._pending:
+                if not future.done():
+                    future.set_exception(RuntimeError(str(failure)))
+
+    def _observe_parameters(self) -> None:
+        """With a user's hook in the slot: see each accumulated local gradient just before the reducer takes it."""
+        for i, parameter in enumerate(self.inner.parameters()):
+            if parameter.requires_grad:
+                self._observed.append(parameter.register_post_accumulate_grad_hook(self._observe(i)))
+
+    def _observe(self, index: int) -> Callable[[torch.Tensor], None]:
+        def see(parameter: torch.Tensor) -> None:
+            assert self.ddp is not None and parameter.grad is not None
+            if not self.ddp.require_backward_grad_sync:
+                return
+            buffer = parameter.grad.detach().reshape(-1)
+            seen = Bucket(index, buffer, (parameter,))  # type: ignore[arg-type]
+            try:
+                for observer in self.observers:
+                    observer.before_reduction(seen)
+            except BaseException as error:  # noqa: BLE001 - nothing may raise inside a hook; the step reports it
+                self.error = error
+
+        return see
+
+
+def _hook(reduction, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
+    return reduction.reduce(bucket)
+
+
+def _has_hook(ddp: DistributedDataParallel) -> bool:
+    return bool(ddp._comm_hooks)
+
+
+def check_supported(model: nn.Module) -> None:
+    """Refuse, with the reason, what this version cannot guard.
+
+    Raises:
+        UsageError: FSDP, DTensor parameters or sparse embeddings under DDP.
+    """
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, parameter in inner.named_parameters():
+        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+            raise UsageError(f"{name} is a DTensor: sharded models are not guarded yet, only plain and DDP models are")
+    for name, module in inner.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise UsageError(f"module {name} makes sparse gradients, which are not guarded yet; set sparse=False")

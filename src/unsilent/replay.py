@@ -1,0 +1,309 @@
+"""Capture of everything that a rerun of a rank's step needs, and the rerun itself.
+
+A rerun never goes through the DDP wrapper and never touches the user's parameters: the inner module computes on leaf
+copies that share the weights' storage, so ``.grad``, hooks on parameters and DDP's reducer see nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from unsilent.attributes import Attributes
+from unsilent.determinism import Kernels, running_with
+from unsilent.errors import UsageError
+from unsilent.fingerprint import combine, sums_many
+from unsilent.generators import GeneratorStates, read_generators, write_generators
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass
+class MicroBatch:
+    """What one forward and backward started from.
+
+    ``buffers`` are those of the inner module when its forward began, after DDP's own broadcast.
+    """
+
+    batch: Any
+    generators: GeneratorStates
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+
+@dataclass(frozen=True)
+class Work:
+    """A rank's work of one step: its micro-batches in order. Each loss is divided by ``divide_by``."""
+
+    step: int
+    micro_batches: tuple[MicroBatch, ...]
+    divide_by: int = 1
+
+    def only(self, index: int) -> Work:
+        """The same work cut down to one micro-batch; its loss is still divided by the full number."""
+        return replace(self, micro_batches=(self.micro_batches[index],))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The digests of one execution, on the device: int64[n, 2], a row for each name in ``names``."""
+
+    names: tuple[str, ...]
+    rows: torch.Tensor
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over all rows; synchronises."""
+        return f"{int(combine(self.rows)) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+    def differing(self, other: Reading) -> tuple[str, ...]:
+        """The names whose rows differ; synchronises."""
+        if self.names != other.names:
+            return tuple(sorted(set(self.names) ^ set(other.names)))
+        rows = (self.rows != other.rows).any(dim=1).tolist()
+        return tuple(name for name, differs in zip(self.names, rows, strict=True) if differs)
+
+
+@dataclass
+class Execution:
+    """The results of one rerun. ``gradients`` are scaled like the recorded ones and keyed by ``id(parameter)``."""
+
+    reading: Reading
+    losses: list[torch.Tensor]
+    gradients: dict[int, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    outside_state: str
+
+
+@dataclass(frozen=True)
+class _OnAccelerator:
+    """A tensor on its way to another rank, which puts it on its own device."""
+
+    host: torch.Tensor
+
+
+def pack(work: Work) -> bytes:
+    """Turn work into bytes for another rank.
+
+    Raises:
+        UsageError: the batch holds something that cannot be pickled; the message names its type.
+    """
+    def to_host(leaf: Any) -> Any:
+        return _OnAccelerator(leaf.cpu()) if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf
+
+    parts = [(tree_map(to_host, m.batch), m.generators, tree_map(to_host, m.buffers)) for m in work.micro_batches]
+    try:
+        return pickle.dumps((work.step, work.divide_by, parts), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        kind = type(work.micro_batches[0].batch).__name__
+        raise UsageError(
+            f"the batch (a {kind}) cannot be sent to the rank that audits it: {error}; pass tensors and plain "
+            "containers, or switch the audit off with audit_every=None"
+        ) from error
+
+
+def unpack(data: bytes, device: torch.device) -> Work:
+    """The inverse of :func:`pack`; tensors that were on an accelerator come to ``device``."""
+    def to_device(leaf: Any) -> Any:
+        return leaf.host.to(device) if isinstance(leaf, _OnAccelerator) else leaf
+
+    step, divide_by, parts = pickle.loads(data)  # noqa: S301 - from a rank of the same job
+    micro_batches = tuple(
+        MicroBatch(batch=tree_map(to_device, b), generators=g, buffers=tree_map(to_device, buffers))
+        for b, g, buffers in parts
+    )
+    return Work(step=step, micro_batches=micro_batches, divide_by=divide_by)
+
+
+class Recorder:
+    """Captures the live step, in the inner module's forward pre-hook, which is installed once and stays.
+
+    Args:
+        inner: the module under the DDP wrapper.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        self.inner = inner
+        self._micro_batches: list[MicroBatch] = []
+        self._open: MicroBatch | None = None
+        self.attributes: Attributes | None = None
+        self.outside_state = ""
+        self._handle = inner.register_forward_pre_hook(self._before_forward)
+
+    def begin_step(self, *, watch_attributes: bool) -> None:
+        """Forget the last step; ``watch_attributes`` also snapshots what modules keep outside their buffers."""
+        self._micro_batches.clear()
+        self.outside_state = ""
+        self.attributes = Attributes(self.inner) if watch_attributes else None
+
+    def begin_micro_batch(self, batch: Any) -> None:
+        """Copy the batch's tensors (a user may change them in place) and the generators."""
+        self._open = MicroBatch(batch=copy_batch(batch), generators=read_generators())
+        self._micro_batches.append(self._open)
+
+    def end_step(self) -> None:
+        self._open = None
+        if self.attributes is not None:
+            self.outside_state = self.attributes.changed()
+
+    def work(self, step: int) -> Work:
+        """Everything captured since :meth:`begin_step`."""
+        return Work(step=step, micro_batches=tuple(self._micro_batches), divide_by=len(self._micro_batches))
+
+    def close(self) -> None:
+        self._handle.remove()
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._open is not None and not self._open.buffers:
+            self._open.buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+            self._open = None
+
+
+class Replayer:
+    """Reruns work on the inner module and leaves no trace.
+
+    Args:
+        inner: the module under the DDP wrapper.
+        loss_fn: the user's function; called with ``inner`` in place of the wrapper.
+        scale_loss: multiplies a loss by the scaler's scale, as the live step does; identity without a scaler.
+        scale: what gradients are multiplied by after the backward, as the reduction did before they were recorded.
+    """
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        scale_loss: Callable[[torch.Tensor], torch.Tensor],
+        scale: float,
+    ) -> None:
+        self.inner = inner
+        self.loss_fn = loss_fn
+        self.scale_loss = scale_loss
+        self.scale = scale
+        self.running = False
+
+    def run(self, work: Work, *, kernels: Kernels, start: Attributes | None = None) -> Execution:
+        """Compute loss, local gradients and written buffers of ``work`` with this rank's weights.
+
+        Args:
+            kernels: the mode that the recorded run had.
+            start: attributes to begin from, where the live step took a snapshot of them.
+
+        Raises:
+            Exception: whatever the user's code raises; everything is put back first.
+        """
+        with self._preserved(), running_with(kernels):
+            if start is not None:
+                start.restore()
+            before = Attributes(self.inner)
+            with self._leaves() as leaves:
+                losses: list[torch.Tensor] = []
+                for micro_batch in work.micro_batches:
+                    self._restore_buffers(micro_batch.buffers)
+                    write_generators(micro_batch.generators)
+                    torch.clear_autocast_cache()
+                    loss = self.loss_fn(self.inner, copy_batch(micro_batch.batch))
+                    losses.append(loss.detach())
+                    loss = loss / work.divide_by if work.divide_by > 1 else loss
+                    self.scale_loss(loss).backward()
+                gradients = {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+            if self.scale != 1.0:
+                for gradient in gradients.values():
+                    gradient.mul_(self.scale)
+            buffers = {n: b.detach().clone() for n, b in self.inner.named_buffers()}
+            outside = before.changed()
+            reading = read_execution(self.inner, losses, gradients, buffers)
+        return Execution(reading=reading, losses=losses, gradients=gradients, buffers=buffers, outside_state=outside)
+
+    def write_buffers(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Set the buffers of the live module, after a repair replaced a forward that had written them wrongly."""
+        self._restore_buffers(buffers)
+
+    @contextlib.contextmanager
+    def _leaves(self) -> Iterator[dict[int, nn.Parameter]]:
+        """Swap every parameter for a leaf that shares its storage; tied parameters stay tied."""
+        leaves: dict[int, nn.Parameter] = {}
+        swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+        try:
+            for module in self.inner.modules():
+                for name, parameter in list(module._parameters.items()):
+                    if parameter is None:
+                        continue
+                    if id(parameter) not in leaves:
+                        leaves[id(parameter)] = _leaf(parameter)
+                    swapped.append((module, name, parameter))
+                    # setattr and not the dictionary: some modules (RNNs) keep their own list of weights in step.
+                    setattr(module, name, leaves[id(parameter)])
+            yield leaves
+        finally:
+            for module, name, parameter in swapped:
+                setattr(module, name, parameter)
+
+    @contextlib.contextmanager
+    def _preserved(self) -> Iterator[None]:
+        """Put back generators, buffers, attributes and training flags, whatever happens."""
+        generators = read_generators()
+        buffers = {n: b.detach().clone() for n, b in self.inner.named_buffers()}
+        attributes = Attributes(self.inner)
+        training = [(m, m.training) for m in self.inner.modules()]
+        self.running = True
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            self.running = False
+            for module, flag in training:
+                module.training = flag
+            attributes.restore()
+            self._restore_buffers(buffers)
+            write_generators(generators)
+            torch.clear_autocast_cache()
+
+    def _restore_buffers(self, buffers: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self.inner.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
+
+
+def read_execution(
+    inner: nn.Module,
+    losses: Sequence[torch.Tensor],
+    gradients: dict[int, torch.Tensor],
+    buffers: dict[str, torch.Tensor],
+) -> Reading:
+    """Digest loss, gradients (absent ones read as zeros do) and buffers, a row each, without synchronising."""
+    device = losses[0].device if losses else torch.device("cpu")
+    parameters = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
+    present = [gradients[id(p)] for _, p in parameters if id(p) in gradients]
+    rows = iter(sums_many(present).to(device)) if present else iter(())
+    nothing = torch.zeros(2, dtype=torch.int64, device=device)
+    gradient_rows = [next(rows) if id(p) in gradients else nothing for _, p in parameters]
+    names = (
+        *(f"loss[{i}]" for i in range(len(losses))),
+        *(f"gradient.{n}" for n, _ in parameters),
+        *(f"buffer.{n}" for n in buffers),
+    )
+    loss_rows = list(sums_many([loss.reshape(1) for loss in losses]))
+    buffer_rows = list(sums_many(list(buffers.values())).to(device)) if buffers else []
+    return Reading(names=names, rows=torch.stack([*loss_rows, *gradient_rows, *buffer_rows]))
+
+
+def copy_batch(batch: Any) -> Any:
+    """A copy of any pytree whose tensors have their own memory."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _leaf(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter over the same storage, with the same tensor hooks (they change gradients, so replays need them)."""
+    leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    leaf._backward_hooks = parameter._backward_hooks
+    leaf.__dict__.update({k: v for k, v in vars(parameter).items() if not k.startswith("_")})
+    return leaf

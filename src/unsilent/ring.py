@@ -1,0 +1,204 @@
+"""The ring replay: moves a rank's work to the rank that audits it, reruns it there, and collects the executions.
+
+Every rank takes part in every exchange, also one whose own part failed: it sends the failure instead of its work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from unsilent.attributes import Attributes
+from unsilent.checks.audit import Audit
+from unsilent.determinism import Kernels
+from unsilent.localize import next_replays
+from unsilent.records import AuditEvidence, Execution, Replay
+from unsilent.replay import Execution as Run
+from unsilent.replay import Reading, Replayer, Work, pack, unpack
+from unsilent.world import World
+
+_TAG_WORK, _TAG_FORWARD, _TAG_EXECUTIONS = 20, 21, 22
+MAX_ROUNDS = 5
+
+
+@dataclass
+class _Parcel:
+    """What an auditee sends to its auditor. ``failure`` stands alone when the work could not be packed."""
+
+    failure: str = ""
+    work: bytes = b""
+    names: tuple[str, ...] = ()
+    rows: torch.Tensor | None = None
+    weights: int = 0
+    finite: bool = True
+
+
+class Ring:
+    """Conducts audits for one guard.
+
+    Args:
+        auditors: for each rank, who audits it; None where nobody can, then it replays its own work.
+        groups: model-parallel coordinate of each rank, for audits that must stay within one.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        replayer: Replayer,
+        audit: Audit,
+        auditors: Sequence[int | None],
+        *,
+        groups: Sequence[Any] | None = None,
+    ) -> None:
+        self.world, self.replayer, self.audit = world, replayer, audit
+        self.auditors, self.groups = auditors, groups
+        inverse = {auditor: auditee for auditee, auditor in enumerate(auditors) if auditor is not None}
+        self.auditor: int | None = auditors[world.rank]
+        #: whose work this rank replays; its own when nobody can audit it; None when it has nothing to do
+        self.auditee: int | None = inverse.get(world.rank, world.rank if self.auditor is None else None)
+        self.works: dict[int, Work] = {}
+        self.kernels = Kernels.DEFAULT
+        self.seconds = 0.0
+        self._start: Attributes | None = None
+
+    def begin(self, work: Work | None, *, kernels: Kernels, start: Attributes | None) -> None:
+        """Take this rank's own work of the step; ``start`` are the attributes its forward began with, if known."""
+        self.works = {} if work is None else {self.world.rank: work}
+        self.kernels = kernels
+        self._start = start
+        self.seconds = 0.0
+
+    def compare(
+        self, reading: Reading, *, finite: bool, weights: int, outside_state: str, own_replays: int = 0
+    ) -> list[Execution]:
+        """Send this rank's work to its auditor, replay the auditee's, and tell the audit check what came out.
+
+        Args:
+            reading: R of this rank.
+            weights: digest of this rank's weights.
+            own_replays: also replay this rank's own work so often (calibration).
+
+        Returns:
+            The executions of this rank's own replays.
+        """
+        begin = time.perf_counter()
+        mine = self._parcel(reading, finite=finite, weights=weights)
+        theirs = self._swap(mine, self.works[self.world.rank].step)
+        replayed: Run | None = None
+        failure = theirs.failure
+        if self.auditee is not None and not failure:
+            self.works[self.auditee] = unpack(theirs.work, self.world.device)
+            replayed, failure = self._rerun(self.auditee)
+        own: list[Execution] = []
+        for _ in range(own_replays):
+            run, why = self._rerun(self.world.rank)
+            own.append(self._execution(run, why))
+        their_reading = None
+        if theirs.rows is not None:
+            their_reading = Reading(names=theirs.names, rows=theirs.rows.to(reading.rows.device))
+        self.audit.compare(
+            self.auditee,
+            their_reading,
+            None if replayed is None else replayed.reading,
+            failure=failure,
+            outside_state=outside_state or ("" if replayed is None else replayed.outside_state),
+            weights=weights,
+            auditee_weights=theirs.weights if self.auditee is not None else None,
+            finite=finite,
+            replay_finite=True if replayed is None else _finite(replayed),
+            own=own,
+        )
+        self.seconds = time.perf_counter() - begin
+        return own
+
+    def settle(self, evidences: Sequence[AuditEvidence], step: int) -> list[AuditEvidence]:
+        """Ask for further replays until every audit is settled or hopeless: a bounded loop, the same on all ranks."""
+        places = self.world.places
+        current = list(evidences)
+        for _ in range(MAX_ROUNDS):
+            wanted = [next_replays(e, places, self.groups) for e in current]
+            requests = [request for requests in wanted for request in requests]
+            if not requests:
+                break
+            self._forward(requests, step)
+            mine = [(r.auditee, self._execution(*self._rerun(r.auditee)))
+                    for r in requests if r.executor == self.world.rank for _ in range(r.times)]  # fmt: skip
+            everyone = self.world.gather(mine, step=step, tag=_TAG_EXECUTIONS)
+            made = [pair for pairs in everyone for pair in pairs]
+            current = [
+                replace(e, executions=(*e.executions, *(x for auditee, x in made if auditee == e.auditee)))
+                for e in current
+            ]
+        return current
+
+    def rerun(self, auditee: int) -> Run:
+        """Rerun work that this rank holds; raises what the user's code raises."""
+        return self.replayer.run(self.works[auditee], kernels=self.kernels, start=self._start)
+
+    def _parcel(self, reading: Reading, *, finite: bool, weights: int) -> _Parcel:
+        try:
+            return _Parcel(
+                work=pack(self.works[self.world.rank]),
+                names=reading.names,
+                rows=reading.rows.cpu(),
+                weights=weights,
+                finite=finite,
+            )
+        except Exception as error:  # noqa: BLE001 - the peer must get an answer, and the judge a reason
+            return _Parcel(failure=str(error), weights=weights)
+
+    def _swap(self, mine: _Parcel, step: int) -> _Parcel:
+        """Send to the auditor, receive from the auditee; a rank that audits itself needs no messenger."""
+        sends = [(self.auditor, mine)] if self.auditor is not None else []
+        receives = [self.auditee] if self.auditee is not None and self.auditee != self.world.rank else []
+        got = self.world.exchange(sends, receives, step=step, tag=_TAG_WORK)
+        if receives:
+            return got[receives[0]]
+        return mine if self.auditee == self.world.rank else _Parcel()
+
+    def _forward(self, requests: Sequence[Replay], step: int) -> None:
+        """Bring work to executors that do not hold it yet; who holds what is known on all ranks."""
+        moves = sorted(
+            {
+                (r.auditee, r.executor)
+                for r in requests
+                if r.executor not in (r.auditee, self.auditors[r.auditee])
+            }
+        )
+        sends = [(to, self._own_bytes()) for source, to in moves if source == self.world.rank]
+        receives = [source for source, to in moves if to == self.world.rank]
+        if not sends and not receives:
+            return
+        got = self.world.exchange(sends, receives, step=step, tag=_TAG_FORWARD)
+        for source, data in got.items():
+            if data:
+                self.works[source] = unpack(data, self.world.device)
+
+    def _own_bytes(self) -> bytes:
+        try:
+            return pack(self.works[self.world.rank])
+        except Exception:  # noqa: BLE001 - an empty parcel: the executor reports that it could not run it
+            return b""
+
+    def _rerun(self, auditee: int) -> tuple[Run | None, str]:
+        try:
+            return self.rerun(auditee), ""
+        except KeyError:
+            return None, "the work did not arrive"
+        except Exception as error:  # noqa: BLE001 - user code or memory: a replay that cannot run is evidence
+            return None, f"{type(error).__name__}: {error}"
+
+    def _execution(self, run: Run | None, failure: str) -> Execution:
+        digest = None if run is None else self.audit.digest_of(run.reading)
+        return Execution(
+            rank=self.world.rank, digest=digest, finite=True if run is None else _finite(run), failure=failure
+        )
+
+
+def _finite(run: Run) -> bool:
+    values = [*run.losses, *run.gradients.values()]
+    return all(bool(torch.isfinite(v).all()) for v in values)

@@ -1,0 +1,32 @@
+"""The public names and the commands are frozen: to add one is a decision, to lose one breaks somebody's code."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import unsilent
+
+NAMES: frozenset[str] = frozenset()
+COMMANDS: frozenset[str] = frozenset()
+
+
+def test_the_public_names_are_the_frozen_ones() -> None:
+    if not NAMES:
+        pytest.skip("no public names are frozen yet")
+    assert frozenset(unsilent.__all__) == NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(unsilent, name) is not None
+
+
+def test_the_commands_are_the_frozen_ones() -> None:
+    if not COMMANDS:
+        pytest.skip("there is no command line yet")
+    import typer.main
+
+    app = importlib.import_module("unsilent.cli").app
+    assert frozenset(typer.main.get_command(app).commands) == COMMANDS  # type: ignore[attr-defined]

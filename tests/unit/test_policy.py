@@ -1,0 +1,182 @@
+"""What is done about a verdict (DESIGN §8), and which checkpoints lose trust."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unsilent.policy import Policy, decide, trust_lost
+from unsilent.records import Action, Decision, Kind, Site, Suspect, Verdict
+
+T, P, S, I = Kind.TRANSIENT, Kind.PERSISTENT, Kind.SOFTWARE, Kind.INCONCLUSIVE  # noqa: E741
+
+
+def verdict(kind: Kind, site: Site = Site.GRADIENT, node: str | None = "n1", rank: int = 1, step: int = 10) -> Verdict:
+    suspects = () if kind in (S, I) else (Suspect(rank=rank, node=node, device="gpu-1"),)
+    return Verdict(kind=kind, site=site, step=step, reason="", check="audit", suspects=suspects)
+
+
+SITUATION: dict[str, Any] = {
+    "mode": "act",
+    "quarantine": "ask",
+    "strikes": 0,
+    "recomputes_left": 3,
+    "repair_possible": True,
+    "heal_allowed": True,
+    "approved": False,
+    "recorded_is_right": False,
+    "on_inconclusive": "continue",
+}
+
+
+def decided(found: Verdict, **changes: Any) -> Decision:
+    return decide(found, **{**SITUATION, **changes})
+
+
+@pytest.mark.parametrize(
+    ("found", "changes", "action"),
+    [
+        # TRANSIENT
+        (verdict(T), {}, Action.REPAIR),
+        (verdict(T), {"repair_possible": False}, Action.RECOMPUTE),
+        (verdict(T), {"repair_possible": False, "recomputes_left": 0}, Action.STOP),
+        (verdict(T), {"recorded_is_right": True}, Action.CONTINUE),
+        (verdict(T), {"strikes": 5}, Action.REPAIR),
+        # a replica at rest
+        (verdict(T, Site.WEIGHTS), {}, Action.HEAL),
+        (verdict(T, Site.OPTIMIZER_STATE), {}, Action.HEAL),
+        (verdict(T, Site.WEIGHTS), {"heal_allowed": False}, Action.ROLLBACK),
+        (verdict(T, Site.OPTIMIZER_STATE), {"heal_allowed": False}, Action.ROLLBACK),
+        # the reduction
+        (verdict(T, Site.REDUCTION), {}, Action.RECOMPUTE),
+        (verdict(T, Site.REDUCTION), {"recomputes_left": 0}, Action.STOP),
+        # PERSISTENT
+        (verdict(P), {}, Action.REPAIR),
+        (verdict(P), {"quarantine": "auto"}, Action.REPAIR),
+        (verdict(P), {"repair_possible": False}, Action.RECOMPUTE),
+        (verdict(P), {"recorded_is_right": True}, Action.CONTINUE),
+        (verdict(P), {"strikes": 1}, Action.REPAIR),
+        (verdict(P), {"strikes": 1, "quarantine": "auto"}, Action.QUARANTINE),
+        (verdict(P), {"strikes": 1, "approved": True}, Action.QUARANTINE),
+        (verdict(P), {"strikes": 1, "quarantine": "auto", "recorded_is_right": True}, Action.QUARANTINE),
+        (verdict(P), {"strikes": 1, "repair_possible": False, "recomputes_left": 0}, Action.STOP),
+        (verdict(P, node=None), {"strikes": 1, "quarantine": "auto"}, Action.REPAIR),
+        # SOFTWARE
+        (verdict(S), {}, Action.STOP),
+        (verdict(S), {"harmless": True}, Action.CONTINUE),
+        # INCONCLUSIVE
+        (verdict(I), {}, Action.CONTINUE),
+        (verdict(I), {"on_inconclusive": "stop"}, Action.STOP),
+    ],
+)
+def test_act_mode(found: Verdict, changes: dict[str, Any], action: Action) -> None:
+    decision = decided(found, **changes)
+    assert decision.action is action
+    assert decision.would is action
+    assert decision.reason
+
+    observed = decided(found, **{**changes, "mode": "observe"})
+    assert observed.action is Action.CONTINUE
+    assert observed.would is action
+    assert action.value in observed.reason and decision.reason in observed.reason
+
+
+def test_waiting_for_approval_says_how_to_approve() -> None:
+    assert "waiting for approval: unsilent approve RUN n1" in decided(verdict(P), strikes=1).reason
+    assert "no node can be named" in decided(verdict(P, node=None), strikes=1).reason
+    assert "audited every step" in decided(verdict(P)).reason
+
+
+def test_policy_decides_under_its_configuration() -> None:
+    situation = {k: v for k, v in SITUATION.items() if k not in ("mode", "quarantine", "on_inconclusive")}
+    assert Policy().decide(verdict(T), **situation).action is Action.CONTINUE
+    assert Policy(mode="act").decide(verdict(T), **situation).action is Action.REPAIR
+    auto = Policy(mode="act", quarantine="auto", on_inconclusive="stop")
+    assert auto.decide(verdict(P), **{**situation, "strikes": 1}).action is Action.QUARANTINE
+    assert auto.decide(verdict(I), **situation).action is Action.STOP
+
+
+@given(
+    st.sampled_from(Kind),
+    st.sampled_from(Site),
+    st.fixed_dictionaries(
+        {
+            "mode": st.sampled_from(["observe", "act"]),
+            "quarantine": st.sampled_from(["ask", "auto"]),
+            "strikes": st.integers(0, 3),
+            "recomputes_left": st.integers(0, 3),
+            "repair_possible": st.booleans(),
+            "heal_allowed": st.booleans(),
+            "approved": st.booleans(),
+            "recorded_is_right": st.booleans(),
+            "on_inconclusive": st.sampled_from(["continue", "stop"]),
+        }
+    ),
+)
+def test_bounds_on_every_decision(kind: Kind, site: Site, situation: dict[str, Any]) -> None:
+    decision = decide(verdict(kind, site), **situation)
+    if situation["mode"] == "observe":
+        assert decision.action is Action.CONTINUE
+    if decision.would is Action.QUARANTINE:
+        assert kind is P and situation["strikes"] >= 1 and (situation["quarantine"] == "auto" or situation["approved"])
+    if decision.would is Action.RECOMPUTE:
+        assert situation["recomputes_left"] > 0
+    if decision.would is Action.REPAIR:
+        assert situation["repair_possible"] and kind in (T, P)
+    if decision.would is Action.CONTINUE:
+        assert kind is I or situation["recorded_is_right"]
+
+
+# ---- trust -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_device_did_since_its_last_clean_audit_is_doubtful() -> None:
+    loss = trust_lost(verdict(P, step=35), candidates=[10, 20, 30, 35], certified=[10, 20], clean_audits={1: [9, 19]})
+    assert loss.distrusted == (30, 35)
+    assert loss.go_back_to == 20
+    assert "rank 1" in loss.reason and "step 19" in loss.reason and "checkpoint 20" in loss.reason
+
+
+def test_an_audit_vouches_for_the_checkpoint_that_its_step_completes_and_no_further() -> None:
+    loss = trust_lost(verdict(P, step=30), candidates=[19, 20, 21], certified=[], clean_audits={1: [19]})
+    assert loss.distrusted == (21,)
+    assert loss.go_back_to is None
+
+
+def test_without_a_clean_audit_everything_that_holds_a_step_is_distrusted() -> None:
+    loss = trust_lost(verdict(P, step=30), candidates=[0, 10, 20], certified=[0, 10], clean_audits={2: [9, 19]})
+    assert loss.distrusted == (10, 20)
+    assert loss.go_back_to == 0
+
+
+def test_audits_at_the_verdict_or_later_do_not_count() -> None:
+    loss = trust_lost(verdict(P, step=30), candidates=[20, 31], certified=[20], clean_audits={1: [19, 30, 31]})
+    assert loss.distrusted == (31,)
+
+
+def test_an_audited_every_step_device_costs_no_checkpoint() -> None:
+    loss = trust_lost(verdict(P, step=30), candidates=[20, 30], certified=[20, 30], clean_audits={1: [28, 29]})
+    assert (loss.distrusted, loss.go_back_to) == ((), 30)
+
+
+def test_only_persistent_takes_trust_away() -> None:
+    loss = trust_lost(verdict(T, step=30), candidates=[20, 25], certified=[20], clean_audits={})
+    assert (loss.distrusted, loss.go_back_to) == ((), 20)
+
+
+@given(st.sets(st.integers(0, 50)), st.sets(st.integers(0, 50)), st.lists(st.integers(0, 50)), st.integers(0, 50))
+def test_trust_properties(candidates: set[int], certified: set[int], audits: list[int], step: int) -> None:
+    loss = trust_lost(
+        verdict(P, step=step), candidates=sorted(candidates), certified=certified, clean_audits={1: audits}
+    )
+    assert set(loss.distrusted) <= candidates
+    if loss.go_back_to is not None:
+        assert loss.go_back_to in certified & candidates
+        assert all(loss.go_back_to < other for other in loss.distrusted)
+    more = trust_lost(
+        verdict(P, step=step), candidates=sorted(candidates), certified=certified, clean_audits={1: [*audits, step - 1]}
+    )
+    assert set(more.distrusted) <= set(loss.distrusted)
