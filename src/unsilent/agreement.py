@@ -93,7 +93,5 @@ class Agreement:
         at = 2 * _HEADER
         flags = frozenset(key for i, key in enumerate(self._flags) if words[at + i])
         at += len(self._flags)
-        differing = frozenset(
-            key for i, key in enumerate(self._digests) if words[at + 2 * i] != ~words[at + 2 * i + 1]
-        )
+        differing = frozenset(key for i, key in enumerate(self._digests) if words[at + 2 * i] != ~words[at + 2 * i + 1])
         return Agreed(flags=flags, differing=differing)

@@ -59,4 +59,6 @@ def missing_settings() -> list[str]:
         return []
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8"):
         return []
-    return ["CUBLAS_WORKSPACE_CONFIG is not set: set it to :4096:8 before the process starts, or matmuls may not repeat"]
+    return [
+        "CUBLAS_WORKSPACE_CONFIG is not set: set it to :4096:8 before the process starts, or matmuls may not repeat"
+    ]

@@ -90,6 +90,6 @@ def machine_identity() -> str:
     """Equal for two processes that can see each other's process ids: same boot, same process-id namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return f"unknown:{socket.gethostname()}:{os.getpid()}"

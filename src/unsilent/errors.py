@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unsilent.records import Verdict
@@ -47,6 +48,9 @@ class RankFailure(UnsilentError):
         self.rank = rank
         self.error = error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.error)  # else it could not travel between processes
+
 
 class CorruptionError(UnsilentError):
     """The run must not go on as it is; raised on all ranks together.
@@ -60,6 +64,9 @@ class CorruptionError(UnsilentError):
         super().__init__(message)
         self.verdict = verdict
         self.resume_from = resume_from
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), verdict=self.verdict, resume_from=self.resume_from), self.args
 
 
 class Quarantine(CorruptionError):

@@ -12,12 +12,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ import torch
 from torch import nn
 
 from unsilent.agreement import Agreed, Agreement, Declaration
-from unsilent.checkpoint import Certificate, CheckpointStore, CheckRun, Status, Trust
+from unsilent.checkpoint import Certificate
 from unsilent.checkpoint import attach as attach_certificate
 from unsilent.checkpoint import certify as certify_state
 from unsilent.checkpoint import may_publish as may_publish_certificate
 from unsilent.checks.audit import Audit, Strength
-from unsilent.checks.finite import Finite
+from unsilent.checks.finite import Finite, extremes
 from unsilent.checks.protocol import Check, Coverage, Moment
 from unsilent.checks.replicas import Replicas
 from unsilent.config import GuardConfig
@@ -44,31 +44,23 @@ from unsilent.errors import (
     RankFailure,
     UsageError,
 )
-from unsilent.events import approved_nodes, write_exclude
+from unsilent.events import write_exclude
 from unsilent.generators import read_generators, write_generators
+from unsilent.inquiry import Finding, Inquiry
 from unsilent.inventory import Inventory
 from unsilent.journal import Journal
-from unsilent.judge import judge_audits, judge_counters, judge_finite, judge_unreduced, judge_votes
-from unsilent.localize import agreed_value, audit_ring, holders, recorded_is_right
-from unsilent.policy import Policy, trust_lost
-from unsilent.records import (
-    Action,
-    AuditEvidence,
-    CounterEvidence,
-    Decision,
-    FiniteEvidence,
-    Kind,
-    Site,
-    UnreducedEvidence,
-    Verdict,
-    VoteEvidence,
-)
+from unsilent.judge import judge_counters
+from unsilent.lifeline import HeldSignal, close_at_exit, together
+from unsilent.localize import audit_ring
+from unsilent.policy import Policy
+from unsilent.records import Action, CounterEvidence, Decision, Kind, Site, Verdict
 from unsilent.recovery.heal import heal
 from unsilent.recovery.rebuild import Share, rebuild
 from unsilent.reduction import Bucket, Reduction, check_supported
-from unsilent.replay import Recorder, Replayer, pack
+from unsilent.replay import MicroBatch, Recorder, Replayer, Work, pack
 from unsilent.ring import Ring
 from unsilent.schedule import Schedule
+from unsilent.standing import Standing
 from unsilent.world import World
 
 _PHASE_UPDATE, _PHASE_SAVE, _PHASE_END = 1, 2, 3
@@ -81,6 +73,9 @@ _LADDER = (
     (Kernels.DETERMINISTIC, Strength.LOSS_ONLY),
     (Kernels.DEFAULT, Strength.OFF),
 )
+
+#: The same in the words of the log.
+_RESULT = {Strength.BITWISE: "bitwise", Strength.LOSS_ONLY: "loss", Strength.OFF: "off"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +93,6 @@ class Outcome:
     step: int
     action: Action = Action.CONTINUE
     verdict: Verdict | None = None
-
-
-@dataclass
-class _Finding:
-    """One verdict with what acting on it needs."""
-
-    verdict: Verdict
-    shares: tuple[Share, ...] = ()
-    votes: tuple[VoteEvidence, ...] = ()
-    recorded_is_right: bool = False
-    harmless: bool = False
-    record: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Guard:
@@ -143,6 +126,7 @@ class Guard:
         self.scaler, self.scheduler, self.clip_norm = scaler, scheduler, clip_norm
         self.config = config or GuardConfig()
         self.steps = 0  # updates completed
+        self.last_due: frozenset[str] = frozenset()  # the scheduled checks that the last step ran
 
         self._observers: list[Any] = []
         inner = getattr(model, "module", model) if hasattr(model, "reducer") else model
@@ -158,11 +142,17 @@ class Guard:
         self.reduction = Reduction(model, self._observers, self.world.watcher)
         self.inner = self.reduction.inner
         self._check_names()
-        self.inventory = Inventory(
-            self.inner, optimizer, replicated_buffers=frozenset(self.config.replicated_buffers)
-        )
+        self.inventory = Inventory(self.inner, optimizer, replicated_buffers=frozenset(self.config.replicated_buffers))
         self.recorder = Recorder(self.inner)
         self.replayer = Replayer(self.inner, loss_fn, scale_loss=self._scale_loss, scale=self.reduction.scale)
+        run_id = self.world.gather(os.urandom(4).hex(), step=0, tag=2)[0]
+        self.journal = Journal(
+            self.config.directory,
+            rank=self.world.rank,
+            run_id=run_id,
+            evidence=self.config.evidence,
+            device=self.world.place.device if self.world.device.type == "cuda" else None,
+        )
         self._auditors = audit_ring(self.world.places)
         if self.config.require_localization:
             self._require_localization()
@@ -183,11 +173,25 @@ class Guard:
             reduces=reduces,
         )
         self.ring = Ring(self.world, self.replayer, self.audit, self._auditors)
-        self.checks: dict[str, Check] = {c.name: c for c in (self.finite, self.replicas, self.audit)}
+        self.standing = Standing(
+            self.world, self.journal, directory=self.config.directory, keep=self.config.keep_checkpoints
+        )
+        every: tuple[Check, ...] = (self.finite, self.replicas, self.audit)
+        self.checks = {check.name: check for check in every}
+        self.inquiry = Inquiry(
+            self.world,
+            self.ring,
+            self.checks,
+            self.finite,
+            self.audit,
+            weights_digest=self.replicas.weights_digest,
+            outside_state=lambda: self.recorder.outside_state,
+            unreduced=self._unreduced_names,
+        )
         self._observers += [_Guarded(self, check) for check in self.checks.values()]
         declarations = {name: check.declares() for name, check in self.checks.items()}
         errors = tuple(f"error.{name}" for name in self.checks)
-        declarations["guard"] = Declaration(flags=("unreduced", "approved", "unpackable", *errors))
+        declarations["guard"] = Declaration(flags=("unreduced", *errors))
         self._agreement = Agreement(declarations)
         periods = {"audit": self.config.audit_every, "replicas": self.config.replicas_every}
         self._schedule = Schedule({name: period for name, period in periods.items() if period is not None})
@@ -201,29 +205,14 @@ class Guard:
         self._calibrate_in = 1  # steps until the next calibration: after the first update, when its memory exists
         self._first = True
         self._last_run = dict.fromkeys(self._schedule.periods, 0)
-        self._last_clean_vote = -1
-        self._last_clean_audit = -1
-        self._audit_was_clean = False
-        self._strikes: dict[int, int] = {}
-        self._pending: set[str] = set()  # nodes that wait for a person's approval
-        self._certifies_nothing = ""
-        self._candidates: set[int] = set()
-        self._stores: dict[Path, CheckpointStore] = {}
         self._check_errors: dict[str, str] = {}
         self._counts: dict[str, int] = dict.fromkeys(self.checks, 0)
+        self._alarms: Counter[str] = Counter()
 
-        run_id = self.world.gather(os.urandom(4).hex(), step=0, tag=2)[0]
-        self.journal = Journal(
-            self.config.directory,
-            rank=self.world.rank,
-            run_id=run_id,
-            evidence=self.config.evidence,
-            device=self.world.place.device if self.world.device.type == "cuda" else None,
-        )
         self.journal.started()
         self.world.watcher.set_record(self.journal.rank_failed)
-        self._sigterm = _HeldSignal(self.world) if self.world.size > 1 else None
-        self._at_exit = _close_at_exit(self)
+        self._sigterm = HeldSignal(self.world)
+        self._at_exit = close_at_exit(self)
         self._announce()
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -248,11 +237,12 @@ class Guard:
         parts = list(micro_batches) if micro_batches is not None else [batch]
         if not parts or (micro_batches is None and batch is None):
             raise UsageError("step() needs a batch, or a non-empty list of micro_batches")
-        with self._together():
+        self._must_be_sendable(parts)
+        with together(self.world, self.journal):
             moment, kernels = self._begin(saving=saving, last=last)
             losses = self._forward_backward(parts, moment, kernels)
             action, verdict = self._check(moment, losses, kernels)
-            self._update(moment, skipped=False)
+            self._update(moment)
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
             return Outcome(loss=loss, step=moment.step, action=action, verdict=verdict)
 
@@ -266,12 +256,13 @@ class Guard:
         due = set(self._schedule.due(step, forced=saving or last or announced or ends))
         if self._first and config.replicas_every is not None:
             due.add("replicas")
-        if self._calibrate_in == 0 and config.audit_every is not None or any(self._strikes.values()):
+        if (self._calibrate_in == 0 and config.audit_every is not None) or self.standing.watches_a_device:
             due.add("audit")
         due &= set(self.checks)
         if self.audit.strength is Strength.OFF:
             due.discard("audit")
         moment = Moment(step=step, due=frozenset(due), first=self._first)
+        self.last_due = moment.due
         self._must_not_be_overdue(moment)
         for name, check in self.checks.items():
             self._try(name, lambda check=check: check.begin(moment))
@@ -305,14 +296,14 @@ class Guard:
         start = self.recorder.attributes
         self.ring.begin(self.recorder.work(moment.step), kernels=kernels, start=start)
         if "audit" in moment.due and "audit" in self.checks:
-            self._ring_compare(calibrate=self._calibrate_in == 0)
+            self.inquiry.compare(own_replays=2 if self._calibrate_in == 0 else 0)
         for name, check in self.checks.items():
             self._try(name, lambda check=check: check.before_update(moment))
         first_verdict: Verdict | None = None
         first_action = Action.CONTINUE
         for attempt in range(self.config.recomputes + 1):
             agreed = self._agree(moment.step, _PHASE_UPDATE)
-            findings = self._investigate(agreed, moment, losses)
+            findings = self.inquiry.find(agreed, moment, losses)
             if not findings:
                 self._note_clean(moment, agreed, repaired=first_verdict is not None)
                 break
@@ -338,9 +329,11 @@ class Guard:
             self._announce_calibration(moment.step)
         return first_action, first_verdict
 
-    def _update(self, moment: Moment, *, skipped: bool) -> None:
+    def _update(self, moment: Moment) -> None:
         """Unscale, clip, step, scaler, scheduler; findings made after it ride in the next step's vector."""
         self.reduction.forget()
+        ran: list[bool] = []
+        told = self.optimizer.register_step_post_hook(lambda *_: ran.append(True))
         if self.scaler is not None:
             if self.clip_norm is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -351,30 +344,17 @@ class Guard:
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip_norm)
             self.optimizer.step()
+        told.remove()
         if self.scheduler is not None:
             self.scheduler.step()
         for name, check in self.checks.items():
-            self._try(name, lambda check=check: check.after_update(moment, skipped=skipped))
+            self._try(name, lambda check=check: check.after_update(moment, skipped=not ran))
         self.steps += 1
         self._first = False
         if self._calibrate_in > 0:
             self._calibrate_in -= 1
-        self._audit_was_clean = self._last_clean_audit == moment.step
 
     # ---- finding out -------------------------------------------------------------------------------------------------
-
-    def _ring_compare(self, *, calibrate: bool = False) -> None:
-        """The ring replay of this step, for all ranks at once."""
-        reading = self.audit.recorded
-        if reading is None:  # its own fault is flagged already; the others must not wait for this rank
-            raise RankFailure(self.world.rank, "the audit could not read this rank's own step")
-        self.ring.compare(
-            reading,
-            finite=not any(self.finite.fill()[0].values()),
-            weights=self.replicas.weights_digest(),
-            outside_state=self.recorder.outside_state,
-            own_replays=2 if calibrate else 0,
-        )
 
     def _agree(self, step: int, phase: int) -> Agreed:
         """The one blocking agreement of a clean step."""
@@ -391,8 +371,6 @@ class Guard:
             self._check_errors.setdefault("audit", str(self.reduction.error))
         for name in self._check_errors:
             flags["guard", f"error.{name}"] = True
-        if self._pending and self.world.rank == 0 and self.config.directory is not None:
-            flags["guard", "approved"] = bool(self._pending & approved_nodes(self.config.directory))
         vector = self._agreement.pack(step=step, phase=phase, flags=flags, digests=digests)
         agreed = self._agreement.unpack(self.world.reduce_max(vector))
         failed = [name for name in self.checks if agreed.raised("guard", f"error.{name}")]
@@ -400,170 +378,53 @@ class Guard:
             self._switch_off(failed, step)
         return agreed
 
-    def _investigate(self, agreed: Agreed, moment: Moment, losses: list[torch.Tensor]) -> list[_Finding]:
-        """From what all ranks agreed on to verdicts; the same on all ranks. Empty when the step is clean."""
-        alarming = [name for name, check in self.checks.items() if check.alarm(agreed)]
-        unreduced = agreed.raised("guard", "unreduced")
-        if not alarming and not unreduced:
-            return []
-        mine: dict[str, Any] = {name: self.checks[name].details() for name in alarming}
-        if unreduced:
-            mine["unreduced"] = self._unreduced_names()
-        everyone: list[dict[str, Any]] = self.world.gather(mine, step=moment.step, tag=_TAG_DETAILS)
-        evidence: dict[str, Sequence[Any]] = {
-            name: self.checks[name].evidence(moment.step, [details[name] for details in everyone])
-            for name in alarming
-        }
-        record = {"evidence": evidence}
-        # A difference in counters is software and explains every other difference, so nothing else is judged then.
-        counters = [e for e in evidence.get("replicas", ()) if isinstance(e, CounterEvidence)]
-        software = judge_counters(counters)
-        if software is not None:
-            return [_Finding(verdict=software, record=record)]
-        if unreduced:
-            return [_Finding(verdict=self._judge_unreduced(everyone, moment.step), record=record)]
-        votes = tuple(e for e in evidence.get("replicas", ()) if isinstance(e, VoteEvidence))
-        verdicts = judge_votes(votes, self.world.places) if votes else ()
-        state = [v for v in verdicts if v.site in (Site.WEIGHTS, Site.OPTIMIZER_STATE)]
-        if state:
-            return [_Finding(verdict=v, votes=_votes_of(v, votes), record=record) for v in state]
-        findings = self._investigate_finite(evidence.get("finite", ()), moment, losses, record)
-        if findings is None and "audit" in evidence:
-            findings = self._settle_audits(list(evidence["audit"]), moment, losses, record, alarms={})
-        if findings:
-            return findings
-        return [_Finding(verdict=v, votes=_votes_of(v, votes), record=record) for v in verdicts]
-
-    def _investigate_finite(
-        self, evidence: Sequence[FiniteEvidence], moment: Moment, losses: list[torch.Tensor], record: dict[str, Any]
-    ) -> list[_Finding] | None:
-        """NaN or Inf: from hardware, from the reduction, or from code and data? None when ``finite`` saw nothing."""
-        if not evidence:
-            return None
-        limits = self.finite.limits
-        finding = judge_finite(
-            evidence[0],
-            streak_limit=limits.streak_limit,
-            lone_limit=limits.lone_limit,
-            places=self.world.places,
-        )
-        if finding is None:
-            return None
-        if finding.verdict is not None:
-            return [_Finding(verdict=finding.verdict, record=record)]
-        if not finding.audit:
-            return []
-        text = "NaN or Inf in the local gradient"
-        findings = self._audit_now(moment, losses, record, alarms=dict.fromkeys(finding.audit, text))
-        if finding.quiet_if_reproduced and all(f.verdict.kind is Kind.SOFTWARE for f in findings):
-            return []
-        if not findings:
-            # No audit could say where it came from; it must not reach the optimizer all the same.
-            verdict = Verdict(
-                kind=Kind.INCONCLUSIVE, site=Site.GRADIENT, step=moment.step, check="finite", reason=finding.reason
-            )
-            return [_Finding(verdict=verdict, record=record)]
-        return findings
-
-    def _audit_now(
-        self, moment: Moment, losses: list[torch.Tensor], record: dict[str, Any], *, alarms: Mapping[int, str]
-    ) -> list[_Finding]:
-        """An audit of this step that was not planned, or the planned one with the knowledge that a value is bad."""
-        if "audit" not in self.checks or self.audit.strength is Strength.OFF:
-            return []
-        if "audit" not in moment.due:
-            self._ring_compare()
-        details = self.world.gather(self.audit.details(), step=moment.step, tag=_TAG_EVIDENCE)
-        audits = list(self.audit.evidence(moment.step, details))
-        return self._settle_audits(audits, moment, losses, record, alarms=alarms)
-
-    def _settle_audits(
-        self,
-        audits: list[AuditEvidence],
-        moment: Moment,
-        losses: list[torch.Tensor],
-        record: dict[str, Any],
-        *,
-        alarms: Mapping[int, str],
-    ) -> list[_Finding]:
-        """More replays until each audit is settled or hopeless, then judge."""
-        if self.audit.rotating:
-            # One micro-batch told that something is wrong; a repair needs the whole sum, so the whole is compared.
-            self.audit.all_micro_batches()
-            self._own_reading(losses)
-            self._ring_compare()
-            details = self.world.gather(self.audit.details(), step=moment.step, tag=_TAG_EVIDENCE)
-            audits = list(self.audit.evidence(moment.step, details))
-        audits = [_with_alarm(a, alarms.get(a.auditee, "")) for a in audits]
-        audits = self.ring.settle(audits, moment.step)
-        record["audits"] = audits
-        places = self.world.places
-        shares = tuple(s for a in audits if (s := _share(a, places)) is not None)
-        findings: list[_Finding] = []
-        for verdict in judge_audits(audits, places):
-            ranks = {s.rank for s in verdict.suspects}
-            own = [a for a in audits if a.auditee in ranks]
-            right = bool(ranks) and all(recorded_is_right(a, places) for a in own) and bool(own)
-            findings.append(_Finding(verdict=verdict, shares=shares, recorded_is_right=right, record=record))
-        return findings
-
     # ---- deciding and acting -----------------------------------------------------------------------------------------
 
-    def _decide(self, finding: _Finding, moment: Moment, recomputes_left: int) -> Decision:
+    def _decide(self, finding: Finding, moment: Moment, recomputes_left: int) -> Decision:
         verdict = finding.verdict
-        ranks = [s.rank for s in verdict.suspects if s.rank is not None]
         nodes = {s.node for s in verdict.suspects if s.node is not None}
         reducible = self.reduction.hooked or self.reduction.ddp is None
         in_state = verdict.site in (Site.WEIGHTS, Site.OPTIMIZER_STATE)
         decision = self._policy.decide(
             verdict,
-            strikes=max((self._strikes.get(rank, 0) for rank in ranks), default=0),
+            strikes=self.standing.strikes(verdict),
             recomputes_left=recomputes_left if reducible else 0,
             repair_possible=bool(finding.shares) and reducible,
             # Nobody can have used the wrong state before it read clean: at the last step, or before the first one.
-            heal_allowed=in_state and reducible and (moment.first or self._last_clean_vote >= moment.step - 1),
-            approved=bool(nodes & self._approved),
+            heal_allowed=in_state and reducible and (moment.first or self.standing.last_clean_vote >= moment.step - 1),
+            approved=bool(nodes & self.standing.approved()),
             recorded_is_right=finding.recorded_is_right,
             harmless=finding.harmless,
         )
-        bad_number = verdict.check == "finite" or any(a.alarm for a in finding.record.get("audits", ()))
-        if decision.action is Action.CONTINUE and bad_number and self.config.mode == "act":
+        must_not_pass = finding.bad_number and not finding.harmless
+        if decision.action is Action.CONTINUE and must_not_pass and self.config.mode == "act":
             # P5: what is not finite never reaches the optimizer, whoever made it.
             if recomputes_left > 0 and reducible:
                 return Decision(action=Action.RECOMPUTE, would=Action.RECOMPUTE, reason=decision.reason)
             return Decision(action=Action.STOP, would=Action.STOP, reason="the gradient is not finite")
         return decision
 
-    @property
-    def _approved(self) -> frozenset[str]:
-        if not self._pending or self.config.directory is None:
-            return frozenset()
-        names = approved_nodes(self.config.directory) if self.world.rank == 0 else frozenset()
-        return self.world.gather(names, step=self.steps, tag=_TAG_LOAD)[0]
-
-    def _record(self, decided: list[tuple[_Finding, Decision]], moment: Moment) -> None:
+    def _record(self, decided: list[tuple[Finding, Decision]], moment: Moment) -> None:
         """Events, evidence and strikes of what was found; before anybody acts."""
         for finding, decision in decided:
             verdict = finding.verdict
+            self._alarms[verdict.check] += 1
             would = decision.would or decision.action
             self.journal.write("verdict", moment.step, verdict=verdict, action=decision.action, would=would.value)
             self.journal.say(f"step {moment.step}: {verdict.kind.value}: {verdict.reason} -> {would.value}")
             self._keep_evidence(finding, moment)
             if verdict.kind is not Kind.PERSISTENT:
                 continue
-            for suspect in verdict.suspects:
-                if suspect.rank is not None:
-                    self._strikes[suspect.rank] = self._strikes.get(suspect.rank, 0) + 1
-            self._withdraw_trust(verdict)
-            second = any(self._strikes.get(s.rank or 0, 0) > 1 for s in verdict.suspects)
+            self.standing.strike(verdict, moment.step)
             nodes = {s.node for s in verdict.suspects if s.node is not None}
-            if second and self.config.quarantine == "ask" and nodes - self._pending and would is not Action.QUARANTINE:
-                self._pending |= nodes
+            second = self.standing.strikes(verdict) > 1
+            if second and would is not Action.QUARANTINE and nodes - self.standing.pending:
+                self.standing.pending |= nodes
                 self.journal.write("ask", moment.step, verdict=verdict, action=Action.QUARANTINE)
                 self.journal.say(f"take {', '.join(sorted(nodes))} out? unsilent approve RUN {' '.join(sorted(nodes))}")
 
     def _act(
-        self, finding: _Finding, decision: Decision, every: list[_Finding], moment: Moment, losses: list[torch.Tensor]
+        self, finding: Finding, decision: Decision, every: list[Finding], moment: Moment, losses: list[torch.Tensor]
     ) -> bool:
         """Do it. True when the step was rebuilt and must be looked at again; raises when the run must not go on."""
         action, verdict = decision.action, finding.verdict
@@ -575,7 +436,9 @@ class Guard:
             self._quarantine(verdict)
         if action is Action.STOP:
             if verdict.kind is Kind.INCONCLUSIVE:
-                raise self._ended(Inconclusive(verdict.reason, verdict=verdict, resume_from=self._resume_from()))
+                raise self._ended(
+                    Inconclusive(verdict.reason, verdict=verdict, resume_from=self.standing.resume_from())
+                )
             self._stop(verdict, decision.reason)
         if action is Action.ROLLBACK:
             self._stop(verdict, decision.reason)
@@ -585,9 +448,12 @@ class Guard:
             shares = tuple(Share(auditee=rank, source=rank, digest=None) for rank in healed)
         else:
             shares = tuple({s.auditee: s for f in every for s in f.shares}.values())
-        if not rebuild(self.world, self.reduction, self.ring, shares, losses):
+        local: list[torch.Tensor] = []
+        if not rebuild(
+            self.world, self.reduction, self.ring, shares, losses, observe=lambda b: local.extend(extremes([b]))
+        ):
             return True
-        self.finite.recheck_reduced()
+        self.finite.recheck(local)
         self.audit.settled()
         if action is Action.HEAL or "replicas" in moment.due:
             self.replicas.read(gradients=self.reduction.ddp is not None)
@@ -605,12 +471,12 @@ class Guard:
         self.audit.strength = strength
         self._calibrate_in = 1 if strength is not Strength.OFF else -1
         text = f"the audit compares from now on: {strength.value}, {kernels.value} kernels; {verdict.reason}"
-        self.journal.write("check_degraded", moment.step, check="audit", reason=text)
+        self.journal.write("check_degraded", moment.step, check="audit", result=_RESULT[strength], reason=text)
         self.journal.say(text)
 
     def _quarantine(self, verdict: Verdict) -> None:
         nodes = sorted({s.node for s in verdict.suspects if s.node is not None})
-        resume = self._resume_from()
+        resume = self.standing.resume_from()
         if self.config.directory is not None and self.world.rank == 0:
             write_exclude(self.config.directory, nodes, verdict.reason)
         self.journal.write("quarantine", self.steps, verdict=verdict, action=Action.QUARANTINE, resume_from=resume)
@@ -621,11 +487,9 @@ class Guard:
         )  # fmt: skip
 
     def _stop(self, verdict: Verdict, reason: str) -> None:
-        resume = self._resume_from()
+        resume = self.standing.resume_from()
         where = f"; resume from {resume}" if resume else "; no certified checkpoint to resume from"
-        raise self._ended(
-            IntegrityLost(f"{verdict.reason}; {reason}{where}", verdict=verdict, resume_from=resume)
-        )
+        raise self._ended(IntegrityLost(f"{verdict.reason}; {reason}{where}", verdict=verdict, resume_from=resume))
 
     def _ended(self, error: CorruptionError) -> CorruptionError:
         """Put the outcome on disk before any rank leaves."""
@@ -638,59 +502,36 @@ class Guard:
     def _note_clean(self, moment: Moment, agreed: Agreed, *, repaired: bool) -> None:
         for name in moment.due:
             self._last_run[name] = moment.step
-        for name in self.checks:
-            self._counts[name] += name == "finite" or name in moment.due
+        self._count(moment)
         if "replicas" in moment.due:
-            self._last_clean_vote = moment.step
+            self.standing.last_clean_vote = moment.step
         if "audit" in moment.due and not repaired and self.audit.strength is Strength.BITWISE:
-            self._last_clean_audit = moment.step
-            self._promote(moment.step)
+            self.standing.audited(moment.step)
 
-    def _note_unclean(self, moment: Moment, agreed: Agreed, findings: list[_Finding]) -> None:
+    def _note_unclean(self, moment: Moment, agreed: Agreed, findings: list[Finding]) -> None:
         for name in moment.due:
             self._last_run[name] = moment.step
+        self._count(moment)
         if "replicas" in moment.due and not any(agreed.differs("replicas", d) for d in ("weights", "optimizer_state")):
-            self._last_clean_vote = moment.step
+            self.standing.last_clean_vote = moment.step
 
-    def _promote(self, step: int) -> None:
-        """Every rank passed an audit: candidates written since the clean audit before are certified now."""
-        if not self._candidates or self._certifies_nothing:
-            return
-        for steps in sorted(self._candidates):
-            for store in self._stores.values():
-                with contextlib.suppress(CheckpointError):
-                    store.promote(steps)
-                    self.journal.write("checkpoint", step, steps=steps, status="certified")
-        self._candidates.clear()
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each check has run on this rank since the start, whatever it found."""
+        return dict(self._counts)
 
-    def _withdraw_trust(self, verdict: Verdict) -> None:
-        """A PERSISTENT device: every checkpoint since its last clean audit is distrusted and never promoted."""
-        clean = [self._last_clean_audit] if self._last_clean_audit >= 0 else []
-        ranks = [s.rank for s in verdict.suspects if s.rank is not None]
-        unaudited = self._last_clean_audit < self.steps - 1 and self.steps > 0
-        for store in self._stores.values():
-            saved = store.candidates()
-            lost = trust_lost(
-                verdict,
-                candidates=[s.steps for s in saved],
-                certified={s.steps for s in saved if s.status is Status.CERTIFIED},
-                clean_audits=dict.fromkeys(ranks, clean),
-            )
-            for steps in lost.distrusted:
-                with contextlib.suppress(CheckpointError):
-                    store.distrust(steps, lost.reason)
-            if lost.distrusted:
-                self.journal.write("trust_withdrawn", self.steps, verdict=verdict, steps=list(lost.distrusted))
-            self._candidates -= set(lost.distrusted)
-        if unaudited and not self._certifies_nothing:
-            self._certifies_nothing = (
-                f"rank {ranks[0] if ranks else '?'} was wrong at step {verdict.step} and its last clean audit was at "
-                f"step {self._last_clean_audit}: what it did in between has reached every replica"
-            )
+    def _count(self, moment: Moment) -> None:
+        for name in self.checks:
+            self._counts[name] += name == "finite" or name in moment.due
 
-    def _resume_from(self) -> str | None:
-        newest = [s for store in self._stores.values() if (s := store.newest(certified=True)) is not None]
-        return str(max(newest, key=lambda s: s.steps).path) if newest else None
+    @property
+    def _replicas_on(self) -> bool:
+        return self.config.replicas_every is not None and "replicas" in self.checks
+
+    def _tally(self) -> dict[str, dict[str, int]]:
+        """For the log, which rank 0 writes: all ranks run the same checks, so it speaks for all of them."""
+        ranks = self.world.size
+        return {name: {"ran": n * ranks, "alarms": self._alarms[name]} for name, n in self._counts.items()}
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -707,31 +548,25 @@ class Guard:
         Raises:
             IntegrityLost, Quarantine: what was found cannot be put right here.
         """
-        with self._together():
-            store = self._store(root)
-            if self.config.replicas_every is not None and "replicas" in self.checks and not self._vote_now(_PHASE_SAVE):
-                self.journal.write("checkpoint_refused", self.steps, path=str(root))
+        with together(self.world, self.journal, CheckpointError, UsageError):
+            if self._replicas_on and not self._vote_now(_PHASE_SAVE):
+                self.journal.write("checkpoint_refused", self.steps, path=str(root), reason="its checks failed")
                 self.journal.say(f"no checkpoint of step {self.steps} was written: its checks failed")
                 return None
-            certified = self._audit_was_clean and not self._certifies_nothing
-            status = Status.CERTIFIED if certified else Status.CANDIDATE
+            store = self.standing.store(root)
+            status = self.standing.status_of_next(self.steps)
             path = store.save(
                 self.inventory,
                 steps=self.steps,
-                checks=self._check_runs(),
+                checks=self.standing.check_runs(self.steps, tuple(self.checks)),
                 status=status,
                 scaler=self.scaler,
                 scheduler=self.scheduler,
                 rng=read_generators(),
                 guard=self.state_dict(),
             )
-            if self._certifies_nothing:
-                store.distrust(self.steps, self._certifies_nothing)
-                self.journal.say(f"the checkpoint of step {self.steps} is not certified: {self._certifies_nothing}")
-            elif not certified:
-                self._candidates.add(self.steps)
-            word = "distrusted" if self._certifies_nothing else status.value
-            self.journal.write("checkpoint", self.steps, steps=self.steps, status=word, path=str(path))
+            self.journal.write("checkpoint", self.steps, path=str(path), trust=status.value, tally=self._tally())
+            self.standing.saved(store, self.steps, path, status)
             return path
 
     def load(self, root: str | Path) -> int:
@@ -744,10 +579,10 @@ class Guard:
             CheckpointError: nothing is left that can be loaded; the message says what was wrong with each.
             UsageError: the checkpoint is of another model or optimizer.
         """
-        with self._together():
-            loaded = self._store(root).load(self.inventory, scaler=self.scaler, scheduler=self.scheduler)
+        with together(self.world, self.journal, CheckpointError, UsageError):
+            loaded = self.standing.store(root).load(self.inventory, scaler=self.scaler, scheduler=self.scheduler)
             for notice in loaded.notices:
-                self.journal.write("notice", loaded.steps, text=str(notice))
+                self.journal.write("notice", loaded.steps, reason=str(notice))
                 self.journal.say(str(notice))
             if loaded.rng is not None:
                 write_generators(loaded.rng)
@@ -756,7 +591,7 @@ class Guard:
             self.steps = loaded.steps
             self._first = True
             self._last_run = dict.fromkeys(self._schedule.periods, self.steps)
-            self._last_clean_vote = self._last_clean_audit = -1
+            self.standing.begin_anew()
             self._calibrate_in = 1
             return self.steps
 
@@ -767,69 +602,44 @@ class Guard:
         self.replicas.read(gradients=False)
         for attempt in range(2):
             agreed = self._agree(self.steps, phase)
+            self._counts["replicas"] += attempt == 0
             if not self.replicas.alarm(agreed):
                 return attempt == 0
             details = self.world.gather(self.replicas.details(), step=self.steps, tag=_TAG_DETAILS)
             evidence = self.replicas.evidence(self.steps, details)
-            votes = tuple(e for e in evidence if isinstance(e, VoteEvidence))
             counters = judge_counters([e for e in evidence if isinstance(e, CounterEvidence)])
-            verdicts = (counters,) if counters else judge_votes(votes, self.world.places)
+            record = {"replicas": evidence}
+            findings = [Finding(verdict=counters)] if counters else self.inquiry.find_votes(evidence, record)
             moment = Moment(step=self.steps, due=frozenset({"replicas"}))
             # The vote before this update was clean, so nobody has computed with the wrong replica yet.
-            decided = [
-                (f, self._decide(f, moment, 0))
-                for v in verdicts
-                for f in [_Finding(verdict=v, votes=_votes_of(v, votes), record={"evidence": evidence})]
-            ]
+            decided = [(f, self._decide(f, moment, 0)) for f in findings]
             self._record(decided, moment)
             finding, decision = max(decided, key=lambda pair: _SEVERITY[pair[1].would or pair[1].action])
             if decision.action is Action.CONTINUE:
                 return False
             if decision.action is not Action.HEAL:
                 self._stop(finding.verdict, decision.reason)
-            heal(self.world, self.inventory, votes)
+            heal(self.world, self.inventory, tuple(vote for f, _ in decided for vote in f.votes))
             self.journal.write("action", self.steps, verdict=finding.verdict, action=Action.HEAL)
             self.replicas.read(gradients=False)
         return False
 
     def certify(self, state: Mapping[str, Any]) -> Certificate:
         """The certificate of a state that another writer is about to write; give the copy that is written."""
-        return certify_state(state, steps=self.steps, checks=self._check_runs(), world_size=self.world.size)
+        return certify_state(
+            state,
+            steps=self.steps,
+            checks=self.standing.check_runs(self.steps, tuple(self.checks)),
+            world_size=self.world.size,
+        )
 
     def may_publish(self, certificate: Certificate) -> str:
         """Whether that state may be called certified: ``"yes"``, ``"no"`` (final), or ``"wait"``."""
-        audited = self._last_clean_audit if self._last_clean_audit >= 0 else None
-        votes = {self._last_clean_vote, self._last_clean_vote + 1} if self._last_clean_vote >= 0 else set[int]()
-        doubted = self._last_clean_audit + 1 if self._certifies_nothing else None
-        trust = Trust(
-            clean_audits=(audited,) * self.world.size, clean_replicas=votes, doubted_after=doubted
-        )
-        return may_publish_certificate(certificate, trust)
+        return may_publish_certificate(certificate, self.standing.trust())
 
     def attach(self, certificate: Certificate, path: str | Path) -> Certificate:
         """Hash the files that another writer has written into ``path`` and put the certificate beside them."""
         return attach_certificate(certificate, path)
-
-    def _store(self, root: str | Path) -> CheckpointStore:
-        key = Path(root)
-        if key not in self._stores:
-            self._stores[key] = CheckpointStore(
-                key,
-                group=self.world.group,
-                rank=self.world.rank,
-                world_size=self.world.size,
-                keep=self.config.keep_checkpoints,
-            )
-        return self._stores[key]
-
-    def _check_runs(self) -> tuple[CheckRun, ...]:
-        last = self.steps - 1
-        runs = [CheckRun(check="finite", steps=(last, last))] if "finite" in self.checks else []
-        if self._last_clean_vote >= 0:
-            runs.append(CheckRun(check="replicas", steps=(self.steps, self.steps)))
-        if self._last_clean_audit >= 0:
-            runs.append(CheckRun(check="audit", steps=(self._last_clean_audit, self._last_clean_audit)))
-        return tuple(runs)
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard must remember over a restart; always the same keys and shapes."""
@@ -863,53 +673,29 @@ class Guard:
             return
         orderly = self.world.watcher.failure is None and sys.exc_info()[0] is None
         try:
-            if orderly and self.steps and self.config.replicas_every is not None and "replicas" in self.checks:
-                with self._together():
+            if orderly and self.steps and self._replicas_on:
+                with together(self.world, self.journal):
                     self._vote_now(_PHASE_END)
-            self.journal.finished(self.steps) if orderly else None
+            self.journal.finished(self.steps, tally=self._tally()) if orderly else None
         finally:
-            self._detach(together=orderly)
+            self.detach(together=orderly)
 
     def __enter__(self) -> Guard:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.close() if kind is None else self._detach(together=False)
+        self.close() if kind is None else self.detach(together=False)
 
-    def _detach(self, *, together: bool) -> None:
+    def detach(self, *, together: bool) -> None:
         self.recorder.close()
         self.audit.close()
         self.reduction.close()
         self._observers.clear()
-        if self._sigterm is not None:
-            self._sigterm.release()
+        self._sigterm.release()
         atexit.unregister(self._at_exit)
         with contextlib.suppress(RankFailure, RuntimeError):
             self.world.close(together=together)
         self.journal.close()
-
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """No rank fails alone: what is raised here is told to the others, and what they told is raised here."""
-        try:
-            yield
-        except CorruptionError:
-            raise
-        except RankFailure:
-            self.journal.wait_for_exit(3.0)
-            raise
-        except BaseException as error:
-            # A broken connection is the echo of another rank's end; its own reason is worth waiting for.
-            echo = isinstance(error, RuntimeError) and self.world.size > 1
-            known = self.world.watcher.failure
-            if known is None and echo:
-                known = self.world.watcher.wait_for_failure(10.0 if _sounds_like_a_connection(error) else 0.3)
-            if known is not None:
-                self.world.watcher.raise_if_failed()
-            if self.world.size > 1:
-                self.world.watcher.post(f"{type(error).__name__}: {error}")
-                self.journal.wait_for_exit(3.0)
-            raise
 
     def _try(self, name: str, work: Callable[[], Any]) -> Any:
         """Run a part of a check; a fault of the guard itself is noted, flagged to all ranks, and not raised here."""
@@ -953,9 +739,11 @@ class Guard:
         rows = self.coverage()
         self.journal.write(
             "run_started", self.steps, world_size=self.world.size, nodes=list(self.world.nodes),
+            places=[vars(place) for place in self.world.places],
             mode=self.config.mode, quarantine=self.config.quarantine, environment=self.world.environment.digest,
         )  # fmt: skip
-        self.journal.write("coverage", self.steps, rows=[vars(row) for row in rows])
+        covered = [{**vars(r), "covered": bool(r.how), "how": r.how or r.blind} for r in rows]
+        self.journal.write("coverage", self.steps, rows=covered)
         for row in rows:
             covered = f"{row.how}; {row.when}; not seen: {row.blind}" if row.how else f"NOT COVERED: {row.blind}"
             self.journal.say(f"{row.site:<16} {row.check:<9} {covered}")
@@ -964,7 +752,10 @@ class Guard:
 
     def _announce_calibration(self, step: int) -> None:
         kernels, strength = _LADDER[self._rung]
-        self.journal.write("calibration", step, check="audit", strength=strength.value, kernels=kernels.value)
+        self.journal.write(
+            "calibration", step, check="audit", result=_RESULT[strength], kernels=kernels.value,
+            reason=f"{kernels.value} kernels",
+        )  # fmt: skip
         self.journal.say(f"calibration at step {step}: audits compare {strength.value}, {kernels.value} kernels")
 
     def _require_localization(self) -> None:
@@ -976,6 +767,12 @@ class Guard:
 
     def _check_names(self) -> None:
         known = {n for n, _ in self.inner.named_buffers()}
+        held = {id(p) for p in self.inner.parameters()} | {id(p) for p in self.model.parameters()}
+        for group in self.optimizer.param_groups:
+            if any(id(p) not in held for p in group["params"]):
+                raise UsageError(
+                    "the optimizer updates a parameter that the model does not hold: nobody could check it"
+                )
         for name in self.config.replicated_buffers:
             if name not in known:
                 raise UsageError(f"replicated_buffers names {name!r}, and the model has no such buffer")
@@ -985,38 +782,49 @@ class Guard:
     def _own_reading(self, losses: list[torch.Tensor]) -> None:
         if self.audit.strength is not Strength.OFF:
             self.audit.record(losses)
-            if self._first:
-                pack(self.recorder.work(self.steps))  # say at once that a batch cannot be sent, not when it matters
+
+    def _must_be_sendable(self, parts: list[Any]) -> None:
+        """Say in the first step that a batch cannot be sent, and not when it matters; all ranks raise together."""
+        if not self._first or "audit" not in self.checks or self.config.audit_every is None:
+            return
+        problem = ""
+        try:
+            pack(Work(step=self.steps, micro_batches=tuple(MicroBatch(part, read_generators()) for part in parts)))
+        except UsageError as error:
+            problem = str(error)
+        with together(self.world, self.journal):
+            problems = self.world.gather(problem, step=self.steps, tag=_TAG_LOAD)
+        if any(problems):
+            raise UsageError(next(text for text in problems if text))
 
     def _unreduced_names(self) -> tuple[str, ...]:
-        names = {id(p): n for n, p in self.inner.named_parameters()}
+        names = {id(p): n.removeprefix("module.") for n, p in self.model.named_parameters()}
         return tuple(names[id(p)] for p in self.reduction.unreduced())
-
-    def _judge_unreduced(self, everyone: list[dict[str, Any]], step: int) -> Verdict:
-        names = dict.fromkeys(name for details in everyone for name in details["unreduced"])
-        ranks = tuple(rank for rank, details in enumerate(everyone) if details["unreduced"])
-        return judge_unreduced(UnreducedEvidence(step=step, tensors=tuple(names), ranks=ranks))
 
     def _counters(self) -> dict[str, str]:
         """What all ranks must hold alike besides tensors; values as exact text."""
         values = {"step": str(self.steps)}
         for i, group in enumerate(self.optimizer.param_groups):
-            rate = group.get("lr")
-            values[f"learning rate of group {i}"] = repr(float(rate)) if rate is not None else "none"
+            for key, value in group.items():
+                if key == "lr":
+                    values[f"learning rate of group {i}"] = repr(float(value))
+                elif isinstance(value, (bool, int, float, str, tuple)):
+                    values[f"{key} of group {i}"] = repr(value)
         if self.scaler is not None:
             values["scaler scale"] = repr(self.scaler.get_scale())
+            values["loss scaler's growth tracker"] = repr(self.scaler._get_growth_tracker())
         if self.scheduler is not None:
             values["scheduler epoch"] = str(self.scheduler.last_epoch)
         return values
 
-    def _keep_evidence(self, finding: _Finding, moment: Moment) -> None:
+    def _keep_evidence(self, finding: Finding, moment: Moment) -> None:
         batch = None
         if self.config.evidence == "full" and self.world.rank in self.ring.works:
             batch = [m.batch for m in self.ring.works[self.world.rank].micro_batches]
         wanted = set(finding.verdict.tensors)
         tensors = {e.name: e.tensor for e in (*self.inventory.entries(), *self.inventory.gradients())
                    if e.name in wanted}  # fmt: skip
-        record = {"verdict": finding.verdict, **finding.record}
+        record = {"verdict": finding.verdict, **finding.evidence}
         self.journal.keep(moment.step, finding.verdict, record, tensors=tensors, batch=batch)
 
     def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -1038,79 +846,12 @@ class _Guarded:
             guard._try(self._check.name, lambda: self._check.before_reduction(bucket))
 
 
-class _HeldSignal:
-    """Holds SIGTERM for two seconds, so that a survivor can put on disk which rank failed before it leaves.
-
-    torchrun sends it 0.1 s after the first worker ended. A handler that somebody else installed is left alone.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._installed = False
-        try:
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, self._handle)
-                self._installed = True
-        except ValueError:  # not the main thread
-            pass
-
-    def _handle(self, number: int, frame: object) -> None:
-        self._world.watcher.wait_for_failure(2.0)
-        self._world.watcher.raise_if_failed()
-        self.release()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def release(self) -> None:
-        if self._installed:
-            self._installed = False
-            with contextlib.suppress(ValueError):
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _close_at_exit(guard: Guard) -> Callable[[], None]:
-    """A process that ends without closing its guard tells the others whether it ended well."""
-    reference = weakref.ref(guard)
-
-    def at_exit() -> None:
-        guard = reference()
-        if guard is None or guard.world.watcher.closed:
-            return
-        error = getattr(sys, "last_value", None)
-        if error is not None and guard.world.watcher.failure is None:
-            guard.world.watcher.post(f"{type(error).__name__}: {error}")
-        guard._detach(together=False)
-
-    atexit.register(at_exit)
-    return at_exit
-
-
 _SEVERITY = {
     action: i
     for i, action in enumerate(
         (Action.CONTINUE, Action.REPAIR, Action.RECOMPUTE, Action.HEAL, Action.ROLLBACK, Action.QUARANTINE, Action.STOP)
     )
 }
-
-
-def _share(audit: AuditEvidence, places: Sequence[Any]) -> Share | None:
-    """Whose work must be replaced and by whom; None when the live value is right or nobody holds a right one."""
-    value = agreed_value(audit, places)
-    if value is None or recorded_is_right(audit, places):
-        return None
-    able = holders(audit, places)
-    if not able:
-        return None
-    source = next((rank for rank in able if rank != audit.auditee), able[0])
-    return Share(auditee=audit.auditee, source=source, digest=value)
-
-
-def _with_alarm(audit: AuditEvidence, alarm: str) -> AuditEvidence:
-    return replace(audit, alarm=alarm) if alarm else audit
-
-
-def _votes_of(verdict: Verdict, votes: tuple[VoteEvidence, ...]) -> tuple[VoteEvidence, ...]:
-    names = set(verdict.tensors)
-    return tuple(vote for vote in votes if vote.tensor in names)
 
 
 def _uncovered(site: str, why: str) -> Coverage:
@@ -1120,9 +861,3 @@ def _uncovered(site: str, why: str) -> Coverage:
 def _uses_attention(model: nn.Module) -> bool:
     """Whether another attention kernel could make a difference; a model may always hide one in plain code."""
     return any("attention" in type(m).__name__.lower() or "attn" in type(m).__name__.lower() for m in model.modules())
-
-
-def _sounds_like_a_connection(error: BaseException) -> bool:
-    text = str(error).lower()
-    return any(word in text for word in ("connection", "gloo", "nccl", "socket", "peer", "reduction failed"))
-

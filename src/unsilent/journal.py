@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unsilent.errors import EXIT_INTERNAL, CorruptionError, RankFailure
+from unsilent.errors import EXIT_INTERNAL, EXIT_OK, CorruptionError, RankFailure
 from unsilent.events import EXIT_FILE, EventKind, EventLog, write_exit
 from unsilent.evidence import EvidenceStore, device_counters
 from unsilent.records import Verdict
@@ -63,7 +63,10 @@ class Journal:
         final = self.directory / EXIT_FILE
         try:
             # A hard link fails when the name is taken: the first survivor wins, whoever else is still alive.
-            draft.write_text(json.dumps(record))
+            with draft.open("w") as file:
+                file.write(json.dumps(record))
+                file.flush()
+                os.fsync(file.fileno())
             os.link(draft, final)
         except FileExistsError:
             pass
@@ -95,9 +98,9 @@ class Journal:
                 self.directory, error.exit_code, step, error.verdict, message=str(error), resume_from=error.resume_from
             )
 
-    def finished(self, step: int) -> None:
+    def finished(self, step: int, *, tally: dict[str, Any]) -> None:
         """The run came to its end."""
-        self.write("finished", step)
+        self.write("finished", step, steps=step, exit_code=EXIT_OK, tally=tally)
         if self.directory is not None and self.rank == 0 and not (self.directory / EXIT_FILE).exists():
             write_exit(self.directory, 0, step)
 

@@ -210,6 +210,8 @@ def _without_agreement(evidence: AuditEvidence, places: Sequence[Place]) -> _Err
         if evidence.alarm:
             return _inconclusive(evidence, f"{evidence.alarm}, and nobody has replayed {work}; nobody is blamed")
         return None
+    if _bad_wherever_it_runs(evidence, places):
+        return _unsteady_but_bad(evidence, sorted(outputs))
     if evidence.auditor == evidence.auditee:
         return _inconclusive(
             evidence,
@@ -289,6 +291,29 @@ def _right_but_bad(evidence: AuditEvidence, places: Sequence[Place]) -> Verdict:
     )
 
 
+def _bad_wherever_it_runs(evidence: AuditEvidence, places: Sequence[Place]) -> bool:
+    """Whether the live value and all replays are NaN or Inf, on more than one node: no device makes that alone."""
+    node_of = {place.rank: place.node for place in places}
+    ran = [execution for execution in evidence.executions if execution.digest is not None]
+    nodes = {node_of[execution.rank] for execution in ran}
+    return bool(evidence.alarm) and len(nodes) >= 2 and not any(execution.finite for execution in ran)
+
+
+def _unsteady_but_bad(evidence: AuditEvidence, ranks: Sequence[int]) -> Verdict:
+    return Verdict(
+        kind=Kind.SOFTWARE,
+        site=Site.GRADIENT,
+        step=evidence.step,
+        reason=f"{evidence.alarm}: it came from the work of rank {evidence.auditee}, and {_ranks(ranks)} got NaN or Inf "
+        "from the same batch each time, though the work does not repeat bit by bit "
+        "(torch.use_deterministic_algorithms(True) may help); so it is the batch, the code or the state, and no device "
+        "is blamed",
+        check="audit",
+        suspects=(Suspect(rank=evidence.auditee, path="batch"),),
+        tensors=evidence.tensors,
+    )
+
+
 def _outside_state(evidence: AuditEvidence) -> Verdict:
     return _inconclusive(
         evidence,
@@ -352,12 +377,19 @@ def _merge_alike(verdicts: Sequence[Verdict]) -> list[Verdict]:
 # ---- votes and counters ----------------------------------------------------------------------------------------------
 
 
-def judge_votes(votes: Sequence[VoteEvidence], places: Sequence[Place]) -> tuple[Verdict, ...]:
+def judge_votes(
+    votes: Sequence[VoteEvidence], places: Sequence[Place], *, unlike_is_known: bool = False
+) -> tuple[Verdict, ...]:
     """The verdicts of all votes of one step, the most severe first; tensors with the same outcome share one.
 
     ``digests[i]`` belongs to ``places[i]``. Pass the clean votes too: whether *all* tensors differ is part of the
     judgement. A strict majority names the ranks outside it; without one nobody is blamed.
+
+    An update need not give the same bits in unlike environments. State is therefore compared among ranks of like
+    environment; what differs between environments only is INCONCLUSIVE, or nothing when ``unlike_is_known``.
     """
+    told = () if unlike_is_known else _unlike([v for v in votes if differs_by_environment(v, places)])
+    votes = [_within_environments(vote, places) for vote in votes]
     # Any two ranks differ on everything they hold: these were never the same model.
     if len(votes) >= 2 and all(
         len(set(vote.digests)) == len(places) > 1 and None not in vote.digests for vote in votes
@@ -382,7 +414,52 @@ def judge_votes(votes: Sequence[VoteEvidence], places: Sequence[Place]) -> tuple
             verdicts.append(_not_synchronised(group, everything=False))
         else:
             verdicts.append(_no_majority(group))
-    return tuple(sorted(verdicts, key=lambda verdict: _SEVERITY.index(verdict.kind)))
+    return tuple(sorted((*verdicts, *told), key=lambda verdict: _SEVERITY.index(verdict.kind)))
+
+
+def differs_by_environment(vote: VoteEvidence, places: Sequence[Place]) -> bool:
+    """Whether ranks of like environment hold the same, and only ranks of unlike ones differ."""
+    return len(set(vote.digests)) > 1 and len(set(_within_environments(vote, places).digests)) == 1
+
+
+def _within_environments(vote: VoteEvidence, places: Sequence[Place]) -> VoteEvidence:
+    """The vote with what the most ranks of each environment hold made equal over the environments."""
+    if vote.site not in (Site.WEIGHTS, Site.OPTIMIZER_STATE) or None in vote.digests:
+        return vote
+    classes: dict[str, list[str | None]] = {}
+    for place, digest in zip(places, vote.digests, strict=False):
+        classes.setdefault(place.environment, []).append(digest)
+    if len(classes) < 2:
+        return vote
+    usual: dict[str, str | None] = {}
+    for environment, digests in classes.items():
+        value, count = Counter(digests).most_common(1)[0]
+        if 2 * count <= len(digests):
+            return vote
+        usual[environment] = value
+    alike_ones = tuple(
+        "usual" if digest == usual[place.environment] else digest
+        for place, digest in zip(places, vote.digests, strict=False)
+    )
+    return replace(vote, digests=alike_ones)
+
+
+def _unlike(votes: Sequence[VoteEvidence]) -> tuple[Verdict, ...]:
+    if not votes:
+        return ()
+    tensors = tuple(vote.tensor for vote in votes)
+    return (
+        Verdict(
+            kind=Kind.INCONCLUSIVE,
+            site=votes[0].site,
+            step=votes[0].step,
+            reason=f"{_listed(tensors)} differ between ranks of unlike environments (libraries, CPU or GPU type, thread "
+            "count), where an update need not give the same bits, so the replicas drift apart; from now on only ranks "
+            "of like environment are compared; nobody is blamed",
+            check="replicas",
+            tensors=tensors,
+        ),
+    )
 
 
 def _outcome(digests: Sequence[str | None]) -> tuple[str, tuple[int, ...]]:
@@ -477,7 +554,7 @@ def judge_counters(counters: Sequence[CounterEvidence]) -> Verdict | None:
         return None
     told: list[str] = []
     for counter in differing:
-        name = "loss scaler's scale" if "scale" in counter.name.lower() else counter.name
+        name = "loss scaler's scale" if counter.name == "scaler scale" else counter.name
         values = [f"rank {rank} {value}" for rank, value in enumerate(counter.values)]
         told.append(f"the {name} differs between ranks: {_listed(values)}")
     return Verdict(

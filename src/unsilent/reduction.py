@@ -126,7 +126,8 @@ class Reduction:
         seen = {id(p) for bucket in self._buckets.values() for p in bucket.parameters}
         if not self._finished():
             seen = set[int]()
-        return tuple(p for p in self.inner.parameters() if p.grad is not None and id(p) not in seen)
+        # The wrapper's parameters, not the inner module's: a layer may have been hung on the wrapper itself.
+        return tuple(p for p in self.ddp.parameters() if p.grad is not None and id(p) not in seen)
 
     def local(self, index: int, gradients: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
         """A new flat local buffer of one bucket: the kept copy, or packed from ``gradients`` (by ``id(parameter)``).

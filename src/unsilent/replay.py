@@ -94,6 +94,7 @@ def pack(work: Work) -> bytes:
     Raises:
         UsageError: the batch holds something that cannot be pickled; the message names its type.
     """
+
     def to_host(leaf: Any) -> Any:
         return _OnAccelerator(leaf.cpu()) if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf
 
@@ -110,6 +111,7 @@ def pack(work: Work) -> bytes:
 
 def unpack(data: bytes, device: torch.device) -> Work:
     """The inverse of :func:`pack`; tensors that were on an accelerator come to ``device``."""
+
     def to_device(leaf: Any) -> Any:
         return leaf.host.to(device) if isinstance(leaf, _OnAccelerator) else leaf
 

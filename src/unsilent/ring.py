@@ -26,7 +26,7 @@ MAX_ROUNDS = 5
 
 
 @dataclass
-class _Parcel:
+class Parcel:
     """What an auditee sends to its auditor. ``failure`` stands alone when the work could not be packed."""
 
     failure: str = ""
@@ -72,13 +72,31 @@ class Ring:
         self._start = start
         self.seconds = 0.0
 
+    def swap(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:
+        """Send this rank's work to its auditor and receive the auditee's; every rank calls it.
+
+        Args:
+            reading: R of this rank, None when it could not be taken.
+            weights: digest of this rank's weights.
+        """
+        mine = self._parcel(reading, finite=finite, weights=weights)
+        return self._swap(mine, self.works[self.world.rank].step)
+
     def compare(
-        self, reading: Reading, *, finite: bool, weights: int, outside_state: str, own_replays: int = 0
+        self,
+        reading: Reading,
+        theirs: Parcel,
+        *,
+        finite: bool,
+        weights: int,
+        outside_state: str,
+        own_replays: int = 0,
     ) -> list[Execution]:
-        """Send this rank's work to its auditor, replay the auditee's, and tell the audit check what came out.
+        """Replay the auditee's work, and tell the audit check what came out. It communicates with nobody.
 
         Args:
             reading: R of this rank.
+            theirs: what :meth:`swap` brought.
             weights: digest of this rank's weights.
             own_replays: also replay this rank's own work so often (calibration).
 
@@ -86,12 +104,11 @@ class Ring:
             The executions of this rank's own replays.
         """
         begin = time.perf_counter()
-        mine = self._parcel(reading, finite=finite, weights=weights)
-        theirs = self._swap(mine, self.works[self.world.rank].step)
         replayed: Run | None = None
         failure = theirs.failure
         if self.auditee is not None and not failure:
-            self.works[self.auditee] = unpack(theirs.work, self.world.device)
+            failure = self._unpack(self.auditee, theirs.work)
+        if self.auditee is not None and not failure:
             replayed, failure = self._rerun(self.auditee)
         own: list[Execution] = []
         for _ in range(own_replays):
@@ -139,9 +156,11 @@ class Ring:
         """Rerun work that this rank holds; raises what the user's code raises."""
         return self.replayer.run(self.works[auditee], kernels=self.kernels, start=self._start)
 
-    def _parcel(self, reading: Reading, *, finite: bool, weights: int) -> _Parcel:
+    def _parcel(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:
+        if reading is None:
+            return Parcel(failure="its own step could not be read there", weights=weights)
         try:
-            return _Parcel(
+            return Parcel(
                 work=pack(self.works[self.world.rank]),
                 names=reading.names,
                 rows=reading.rows.cpu(),
@@ -149,25 +168,29 @@ class Ring:
                 finite=finite,
             )
         except Exception as error:  # noqa: BLE001 - the peer must get an answer, and the judge a reason
-            return _Parcel(failure=str(error), weights=weights)
+            return Parcel(failure=str(error), weights=weights)
 
-    def _swap(self, mine: _Parcel, step: int) -> _Parcel:
+    def _unpack(self, auditee: int, data: bytes) -> str:
+        """Take another rank's work; gives why it cannot be taken."""
+        try:
+            self.works[auditee] = unpack(data, self.world.device)
+        except Exception as error:  # noqa: BLE001 - what a batch holds may not come out everywhere: evidence, no fault
+            return f"its work cannot be read there: {type(error).__name__}: {error}"
+        return ""
+
+    def _swap(self, mine: Parcel, step: int) -> Parcel:
         """Send to the auditor, receive from the auditee; a rank that audits itself needs no messenger."""
         sends = [(self.auditor, mine)] if self.auditor is not None else []
         receives = [self.auditee] if self.auditee is not None and self.auditee != self.world.rank else []
         got = self.world.exchange(sends, receives, step=step, tag=_TAG_WORK)
         if receives:
             return got[receives[0]]
-        return mine if self.auditee == self.world.rank else _Parcel()
+        return mine if self.auditee == self.world.rank else Parcel()
 
     def _forward(self, requests: Sequence[Replay], step: int) -> None:
         """Bring work to executors that do not hold it yet; who holds what is known on all ranks."""
         moves = sorted(
-            {
-                (r.auditee, r.executor)
-                for r in requests
-                if r.executor not in (r.auditee, self.auditors[r.auditee])
-            }
+            {(r.auditee, r.executor) for r in requests if r.executor not in (r.auditee, self.auditors[r.auditee])}
         )
         sends = [(to, self._own_bytes()) for source, to in moves if source == self.world.rank]
         receives = [source for source, to in moves if to == self.world.rank]
@@ -176,7 +199,7 @@ class Ring:
         got = self.world.exchange(sends, receives, step=step, tag=_TAG_FORWARD)
         for source, data in got.items():
             if data:
-                self.works[source] = unpack(data, self.world.device)
+                self._unpack(source, data)
 
     def _own_bytes(self) -> bytes:
         try:

@@ -190,11 +190,11 @@ class World:
             self._waiter.close()
 
     def _wait(self, *works: Any) -> None:
-        assert self._waiter is not None
         self.watcher.raise_if_failed()
         for work in works:
             if work is None:  # this rank is not in the group
                 continue
+            assert self._waiter is not None
             try:
                 self._waiter.wait(work, self.watcher)
             except RankFailure:

@@ -34,27 +34,28 @@ def make(directory: Path) -> None:
     """Write the events into ``directory``, one second apart."""
     seconds = count(1_700_000_000)
     log = EventLog(directory, rank=0, run_id="run-1", clock=lambda: float(next(seconds)))
-    places = [{"rank": r, "node": f"node{r}", "device": "cpu:0"} for r in range(4)]
-    log.write("run_started", 0, places=places, mode="act", quarantine="ask", version="0.1.0")
+    nodes = [f"node{rank}" for rank in range(4)]
+    log.write("run_started", 0, world_size=4, nodes=nodes, mode="act", quarantine="ask", environment="5f3a")
+    blind = "finite wrong values"
     rows = [
-        {"site": "gradient", "check": "finite", "covered": True, "how": "exact", "when": "every step"},
-        {"site": "reduction", "check": None, "covered": False, "how": "finite wrong sums are not seen"},
+        {"site": "gradient", "check": "finite", "how": "exact", "when": "every step", "blind": blind},
+        {"site": "reduction", "check": "", "how": "", "when": "", "blind": "finite wrong sums"},
     ]
     log.write("coverage", 0, rows=rows)
-    log.write("calibration", 1, check="audit", result="bitwise", reason="record, two replays and the neighbour agree")
-    log.write("check_degraded", 3, check="audit", result="loss", reason="gradients do not repeat here")
+    log.write("calibration", 1, check="audit", strength="bitwise", kernels="default")
+    log.write("check_degraded", 3, check="audit", reason="gradients do not repeat here")
     log.write("check_disabled", 4, check="replicas", reason="a fault in the check itself")
-    log.write("verdict", 7, verdict=VERDICT, evidence="evidence/7-audit-0")
+    log.write("verdict", 7, verdict=VERDICT, action=Action.REPAIR, would=Action.REPAIR, evidence="evidence/7-audit-0")
     log.write("action", 7, verdict=VERDICT, action=Action.REPAIR, seconds=0.5, reason="the auditor holds the gradient")
-    log.write("checkpoint", 8, path="checkpoints/8", trust="candidate", tally=TALLY)
+    log.write("checkpoint", 8, steps=8, path="checkpoints/8", status="candidate", tally=TALLY)
     log.write("checkpoint_refused", 9, check="replicas", site=Site.WEIGHTS, reason="rank 3 holds other weights")
-    log.write("trust_withdrawn", 9, paths=["checkpoints/8"], reason="rank 2 has had no clean audit since step 6")
+    log.write("trust_withdrawn", 9, verdict=LATER, steps=[8])
     log.write("rank_failure", 9, failed_rank=1, error="ValueError: no more data")
-    log.write("guard_error", 9, check="replicas", error="RuntimeError: out of memory")
+    log.write("guard_error", 9, check="replicas", failed_rank=1, error="RuntimeError: out of memory")
     log.write("needs_human", 9, reason="recorded and recomputed gradients differ by 7 % of the norm")
     log.write("ask", 9, verdict=LATER, reason="take node2 out?")
     log.write("approved", -1, node="node2")
     log.write("quarantine", 10, verdict=LATER, action=Action.QUARANTINE, resume_from="checkpoints/6")
-    log.write("notice", 10, reason="a checkpoint without a certificate was loaded")
-    log.write("finished", 10, exit_code=11, steps=10, tally=TALLY, resume_from="checkpoints/6")
+    log.write("notice", 10, text="a checkpoint without a certificate was loaded")
+    log.write("finished", 10, exit_code=11, tally=TALLY, resume_from="checkpoints/6")
     log.close()

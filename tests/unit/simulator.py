@@ -1,7 +1,8 @@
 """Devices that err, and audits of them. Knows only the records: the judge and the ring are given to it, not used.
 
 A healthy device gives the true value of a rank's work. A faulty one errs as its behaviour says, and never in the same
-bits as another device: that is the fault budget under which the judge promises to blame nobody healthy.
+bits as a device on another node: that is the fault budget under which the judge promises to blame nobody healthy. A
+faulty host makes the same error on all of its devices.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ BEHAVIOURS = (
     "errs sometimes",
     "errs once",
 )
+HOST = "its host repeats one error"
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,18 @@ class Cluster:
         if executor in self.faulty and self._errs(executor, auditee, auditor):
             self.errors[executor] = self.errors.get(executor, 0) + 1
             self._serial += 1
-            same = self.faulty[executor] == "repeats the same error" or (
-                self.faulty[executor] != "never repeats anything" and self._alike[executor]
-            )
-            digest = f"wrong {executor} {auditee} {'' if same else self._serial}"
+            digest = self._wrong(executor, auditee)
         else:
             digest = f"right {auditee} {self.world.places[executor].environment}"
         return Execution(rank=executor, digest=digest, recorded=recorded)
+
+    def _wrong(self, executor: int, auditee: int) -> str:
+        behaviour = self.faulty[executor]
+        if behaviour == HOST:
+            return f"wrong {self.world.places[executor].node} {auditee}"
+        if behaviour == "repeats the same error" or (behaviour != "never repeats anything" and self._alike[executor]):
+            return f"wrong {executor} {auditee}"
+        return f"wrong {executor} {auditee} {self._serial}"
 
     def _errs(self, executor: int, auditee: int, auditor: int) -> bool:
         behaviour = self.faulty[executor]

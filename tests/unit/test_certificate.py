@@ -26,7 +26,10 @@ def example(**changes) -> Certificate:
         "world_size": 3,
         "checks": (CheckRun(check="audit", steps=(9, 19)), CheckRun(check="replicas", steps=(20,))),
         "tensors": {"model.weight": fingerprint(torch.tensor([[1.0, float("nan")], [-0.0, 2.5]])).to_json()},
-        "files": {".metadata": FileDigest(sha256="ab" * 32, size=7), "__0_0.distcp": FileDigest(sha256="cd" * 32, size=9)},
+        "files": {
+            ".metadata": FileDigest(sha256="ab" * 32, size=7),
+            "__0_0.distcp": FileDigest(sha256="cd" * 32, size=9),
+        },
         "rng": {"0": "ef" * 32, "2": "01" * 32},
     }
     return Certificate(**{**values, **changes})
@@ -111,7 +114,10 @@ def test_publishing_is_refused_after_the_last_clean_audit_of_a_device_that_faile
 
 
 def test_another_writer_gets_a_certificate_for_its_files(tmp_path):
-    weights = {"linear": {"weight": torch.randn(3, 4).bfloat16().t(), "scale": torch.tensor(2.0)}, "empty": torch.empty(0)}
+    weights = {
+        "linear": {"weight": torch.randn(3, 4).bfloat16().t(), "scale": torch.tensor(2.0)},
+        "empty": torch.empty(0),
+    }
     certificate = certify({"model": weights}, steps=7)
     assert set(certificate.tensors) == {"model.linear.weight", "model.linear.scale", "model.empty"}
     weights["linear"]["scale"] += 1  # the copy is what counts, not what becomes of it

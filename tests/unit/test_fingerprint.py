@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import random
@@ -171,7 +172,7 @@ def test_layout_does_not_matter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
 
 def test_large_tensors_agree_on_any_number_of_threads() -> None:
-    tensor = bits(1, 3_000_001, torch.float32)
+    tensor = bits(1, 5_000_001, torch.float32)  # more than one block of the reference
     threads = torch.get_num_threads()
     found = set()
     try:
@@ -236,7 +237,7 @@ def test_without_numba_the_reference_answers(monkeypatch: pytest.MonkeyPatch) ->
 def test_flat_shards_add_up(numel: int, cuts: list[int], dtype: torch.dtype, offset: int) -> None:
     full = bits(numel, numel, dtype)
     edges = [0, *sorted(min(cut, numel) for cut in cuts), numel]
-    parts = [sums(full[a:b], offset=offset + a) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [sums(full[a:b], offset=offset + a) for a, b in itertools.pairwise(edges)]
     assert torch.equal(torch.stack(parts).sum(0), sums(full, offset=offset))
 
 
@@ -248,7 +249,6 @@ def test_blocks_of_any_grid_add_up(data: st.DataObject) -> None:
     full = bits(7, math.prod(shape), dtype).view(shape)
     # Cuts may repeat, so there are empty shards; one dimension cut is Shard(dim), several are a mesh.
     edges = [[0, *sorted(data.draw(st.lists(st.integers(0, size), max_size=2))), size] for size in shape]
-    total = torch.zeros(2, dtype=torch.int64)
     for add in [None, reference.add]:
         total = torch.zeros(1, 2, dtype=torch.int64)
         for block, start in blocks(full, edges, 0, []):
@@ -264,7 +264,7 @@ def blocks(part: Tensor, edges: list[list[int]], dim: int, start: list[int]) -> 
     if dim == len(edges):
         yield part, start
         return
-    for low, high in zip(edges[dim], edges[dim][1:], strict=False):
+    for low, high in itertools.pairwise(edges[dim]):
         yield from blocks(part.narrow(dim, low, high - low), edges, dim + 1, [*start, low])
 
 
@@ -312,7 +312,7 @@ def test_combine_depends_on_order_number_and_every_bit() -> None:
 
 # --- what it finds --------------------------------------------------------------------------------------------------
 
-# A case changes the bits (flat unsigned integers) in place and says whether anything changed.
+# A case changes a tensor's bits (flat unsigned integers) in place.
 Case = Callable[[np.ndarray], None]
 UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 WIDE = [torch.bfloat16, torch.float32, torch.int64, torch.float64]
@@ -372,7 +372,7 @@ def same_bit(dtype: torch.dtype, strides: Sequence[int]) -> Iterator[Case]:
             for stride in strides:
                 span = (count - 1) * stride + 1
                 if span <= 6 * 1024:
-                    for _ in range(4):
+                    for _ in range(3):
                         start = pick.randrange(6 * 1024 - span + 1)
                         yield flip(slice(start, start + span, stride), 1 << bit)
 
@@ -432,9 +432,9 @@ def swaps(dtype: torch.dtype) -> Iterator[Case]:
         return case
 
     pick = random.Random(5)
-    for i in range(0, 6 * 1024 - 1):
+    for i in range(0, 6 * 1024 - 1, 2):
         yield swap(i, i + 1, 1)
-    for _ in range(2000):
+    for _ in range(1000):
         yield swap(pick.randrange(6 * 1024), pick.randrange(6 * 1024), 1)
     for _ in range(500):  # whole tiles, rows of weights among them
         length = pick.choice([2, 16, 512, 1024])
@@ -465,12 +465,12 @@ def permutations(dtype: torch.dtype) -> Iterator[Case]:
 SWEEPS: list[tuple[Callable[[torch.dtype], Iterator[Case]], list[torch.dtype], list[str], int]] = [
     (every_element, [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ["random bits"], 24_576),
     (every_bit, DTYPES, ["random bits", "zeros"], 20_000),
-    (neighbours, WIDE, ["random bits", "zeros", "weights"], 10_000),
-    (with_stride, WIDE, ["random bits", "zeros", "weights"], 55_000),
+    (neighbours, WIDE, ["random bits", "zeros", "weights"], 7_500),
+    (with_stride, WIDE, ["random bits", "zeros", "weights"], 40_000),
     (grids, WIDE, ["random bits", "zeros"], 10_000),
     (stuck_lanes, WIDE, ["random bits", "weights"], 25_000),
     (zeroed_tiles, WIDE, ["random bits"], 8_000),
-    (swaps, WIDE, ["random bits"], 30_000),
+    (swaps, WIDE, ["random bits"], 17_000),
     (permutations, WIDE, ["random bits", "weights"], 2_500),
 ]
 
@@ -547,7 +547,7 @@ def test_nothing_is_disturbed() -> None:
 
 
 def test_modes_of_torch_do_not_matter() -> None:
-    tensor = bits(6, 55_000, torch.float32)
+    tensor = bits(6, 40_000, torch.float32)
     for add in IMPLEMENTATIONS:
         expected = with_(add, tensor)
         torch.use_deterministic_algorithms(True)

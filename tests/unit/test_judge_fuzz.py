@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from tests.unit.simulator import BEHAVIOURS, Cluster, World, random_world, settle
+from tests.unit.simulator import BEHAVIOURS, HOST, Cluster, World, random_world, settle
 from unsilent.judge import judge_audits
 from unsilent.localize import audit_ring, next_replays
 from unsilent.records import Kind
@@ -38,10 +38,20 @@ def audited(world: World, ring: tuple[int | None, ...], faulty: dict[int, str], 
     return sorted({*near, rng.randrange(len(world.places))})
 
 
-def one_step(world: World, ring: tuple[int | None, ...], rng: random.Random, counts: Counter[str]) -> None:
+def faults(world: World, rng: random.Random) -> dict[int, str]:
+    """One faulty device in six of ten steps, one faulty host in twenty, otherwise any minority of devices."""
     ranks = len(world.places)
+    if rng.random() < 0.05:
+        node = rng.choice(world.places).node
+        on_it = [place.rank for place in world.places if place.node == node]
+        if 2 * len(on_it) < ranks:
+            return dict.fromkeys(on_it, HOST)
     number = 1 if rng.random() < 0.6 else rng.randint(1, (ranks - 1) // 2)
-    faulty = {rank: rng.choice(BEHAVIOURS) for rank in rng.sample(range(ranks), number)}
+    return {rank: rng.choice(BEHAVIOURS) for rank in rng.sample(range(ranks), number)}
+
+
+def one_step(world: World, ring: tuple[int | None, ...], rng: random.Random, counts: Counter[str]) -> None:
+    faulty = faults(world, rng)
     failing = rng.choice((0.1, 0.5)) if rng.random() < 0.05 else 0.0
     alarm = "the loss is not finite" if rng.random() < 0.03 else ""
     cluster = Cluster(world, faulty, rng, failing)
@@ -63,6 +73,7 @@ def one_step(world: World, ring: tuple[int | None, ...], rng: random.Random, cou
     counts["steps"] += 1
     counts["steps with an error"] += bool(cluster.errors)
     counts["steps with several errors of several devices"] += len(cluster.errors) > 1
+    counts["steps with a faulty host"] += HOST in faulty.values()
     counts["steps that blame"] += bool(blamed)
     counts["steps that blame a healthy rank"] += not blamed <= cluster.errors.keys()
     assert blamed <= cluster.errors.keys(), (faulty, evidences, verdicts)
@@ -70,7 +81,7 @@ def one_step(world: World, ring: tuple[int | None, ...], rng: random.Random, cou
     if not cluster.errors and not failing and not alarm:
         assert verdicts == ()
 
-    if number == 1 and cluster.errors and not failing and not alarm:
+    if len(faulty) == 1 and cluster.errors and not failing and not alarm:
         (culprit, errors), *_ = cluster.errors.items()
         if len({place.node for place in world.peers(culprit)}) >= 3:
             counts["single faults on three nodes"] += 1
@@ -99,6 +110,7 @@ def test_no_healthy_rank_is_blamed_and_single_faults_are_named(chunk: int) -> No
     # The fuzz is worth something only if it meets what it is about.
     assert counts["single faults on three nodes"] >= STEPS_PER_CHUNK // 10
     assert counts["steps with several errors of several devices"] >= STEPS_PER_CHUNK // 20
+    assert counts["steps with a faulty host"] >= STEPS_PER_CHUNK // 50
     assert counts["steps that blame"] >= STEPS_PER_CHUNK // 4
 
 

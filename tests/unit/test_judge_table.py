@@ -107,6 +107,7 @@ T, P, S, I = Kind.TRANSIENT, Kind.PERSISTENT, Kind.SOFTWARE, Kind.INCONCLUSIVE  
         pytest.param(AB, audit("y", a="yy", b="pq"), P, [1], id="two nodes, auditor disagrees with itself"),
         pytest.param(AB, audit("p", a="qq", b="xx"), P, [0], id="two nodes, auditee disagrees with itself"),
         pytest.param(AB, audit("y", a="xx", b="xx"), T, [0], id="two nodes, auditee erred once"),
+        pytest.param(AB, audit("1", a="23", b="4-"), I, [], id="two nodes, the neighbour ran once only"),
         pytest.param(AB, audit("y", a="yy", b="xx"), I, [0, 1], id="two nodes, each repeats its own"),
         pytest.param(AB, audit(NAN, a=[NAN, NAN], b="xx"), I, [0, 1], id="two nodes, NaN repeats"),  # type: ignore[arg-type]
         pytest.param(on_nodes("abb"), audit("x", a="xx", b="yy", c="x"), P, [1], id="two nodes, third device"),

@@ -258,6 +258,10 @@ def test_whatever_the_replays_give_the_requests_end(world: tuple[list[Place], li
         # Nobody repeats: that two happened to coincide says nothing.
         ("abc", [recorded(0, "x"), *ran(0, "y", "x"), *ran(1, "x", "z")], None),
         ("abcd", [recorded(0, "x"), *ran(0, "y", "y"), *ran(1, "x", "x"), *ran(2, "y"), *ran(3, "q")], None),
+        ("abcd", [recorded(0, "x"), *ran(0, "y", "x"), *ran(1, "x", "z"), *ran(2, "x"), *ran(3, "x")], None),
+        # One steady voice that was heard once is not enough beside one that wavers.
+        ("abc", [recorded(0, "y"), *ran(0, "x", "x"), *ran(1, "x", None)], None),
+        ("abc", [recorded(0, "y"), *ran(0, "x", "x"), *ran(1, "x", None), *ran(2, "x")], "x"),
     ],
 )
 def test_agreed_value(nodes: str, executions: list[Execution], value: str | None) -> None:
@@ -270,8 +274,9 @@ def test_agreed_value_without_a_partner_is_what_two_of_three_give() -> None:
 
 
 def test_unlike_environments_have_no_voice() -> None:
-    known = audit(0, 1, [recorded(0, "x"), *ran(1, "x"), *ran(2, "y", "y")])
-    assert agreed_value(known, on_nodes("abc", "eef")) == "x"
+    known = audit(0, 1, [recorded(0, "x"), *ran(1, "x"), *ran(2, "y"), *ran(3, "y")])
+    assert agreed_value(known, on_nodes("abcd", "eeff")) == "x"
+    assert agreed_value(known, on_nodes("abcd", "eeee")) is None
 
 
 def test_who_holds_the_right_gradient() -> None:

@@ -29,8 +29,8 @@ def test_a_whole_run_is_told(tmp_path: Path) -> None:
     for expected in (
         "4 ranks on 4 nodes: node0, node1, node2, node3.",
         "faults are repaired; a node is taken out after a person approved it",
-        "reduction not covered finite wrong sums are not seen",
-        "audit 3 2 4.50 since step 3 compares the loss only: gradients do not repeat here",
+        "reduction not covered finite wrong sums",
+        "audit 3 2 4.50 degraded at step 3: gradients do not repeat here",
         "replicas not on record switched off at step 4",
         "What was found (1)",
         "TRANSIENT: did not come back rank 2, node2, cpu:0 exactly one execution of rank 2 differs",
@@ -39,7 +39,7 @@ def test_a_whole_run_is_told(tmp_path: Path) -> None:
         f"unsilent approve {tmp_path} node2",
         "Step 9 needs a person",
         "Left out on restart: node2 (persistent)",
-        "8 no longer trusted checkpoints/8",
+        "8 no longer trusted checkpoints/8 rank 2 does not repeat",
         "Step 9: not written, rank 3 holds other weights.",
         "rank 1 failed: ValueError: no more data",
         "a checkpoint without a certificate was loaded",
@@ -59,7 +59,7 @@ def test_an_approval_counts(tmp_path: Path) -> None:
 
 def test_a_clean_run_is_not_called_correct(tmp_path: Path) -> None:
     log = EventLog(tmp_path, rank=0, run_id="r")
-    log.write("run_started", 0, mode="observe", places=[{"rank": 0, "node": "n0", "device": "cpu:0"}])
+    log.write("run_started", 0, mode="observe", world_size=1, nodes=["n0"])
     log.write("finished", 5, exit_code=0, tally={"finite": {"ran": 5, "alarms": 0}})
     text = words(render_text(tmp_path))
     assert "1 rank on 1 node" in text
@@ -75,29 +75,32 @@ def test_counts_add_up_over_ranks_and_starts_and_a_finding_of_all_ranks_is_one(t
         for rank in range(3):
             log = EventLog(tmp_path, rank=rank, run_id=run)
             log.write("verdict", 2, verdict=verdict)
-            log.write("checkpoint", 3, path="c/3", trust="candidate", tally={"finite": {"ran": 3, "alarms": 1}})
-            log.write("checkpoint", 4, path="c/3", trust="certified", tally={"finite": {"ran": 4, "alarms": 1}})
+            log.write(
+                "checkpoint", 3, steps=3, path="c/3", status="candidate", tally={"finite": {"ran": 3, "alarms": 1}}
+            )
+            log.write("checkpoint", 4, steps=3, status="certified", tally={"finite": {"ran": 4, "alarms": 1}})
     text = words(render_text(tmp_path, width=160))
     assert "finite 24 6" in text
     assert "What was found (2)" in text
     assert "[red]layers[0][/red]" in text
     assert "nobody is blamed" in text
-    assert "certified c/3" in text
+    assert "3 certified c/3" in text
 
 
 def test_observe_mode_shows_what_would_be_done(tmp_path: Path) -> None:
     log = EventLog(tmp_path, rank=0, run_id="r")
-    log.write("action", 1, action=Action.CONTINUE, would=Action.REPAIR, reason="observe mode")
-    log.write("action", 2, action=Action.CONTINUE)
+    verdict = Verdict(kind=Kind.TRANSIENT, site=Site.GRADIENT, step=1, reason="differs", check="audit")
+    log.write("verdict", 1, verdict=verdict, action=Action.CONTINUE, would=Action.REPAIR)
+    log.write("verdict", 2, verdict=verdict, action=Action.CONTINUE, would=Action.CONTINUE)
     text = words(render_text(tmp_path))
-    assert "1 REPAIR (not done: observe mode)" in text
+    assert "1 REPAIR (not done: observe mode) differs" in text
     assert "2 CONTINUE" not in text
 
 
 def test_lost_and_broken_lines_are_owned_up_to(tmp_path: Path) -> None:
     log = EventLog(tmp_path, rank=0, run_id="r")
     log._unsaid = 3
-    log.write("notice", 0, reason="hello")
+    log.write("notice", 0, text="hello")
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write("garbage\n{half")
     text = words(render_text(tmp_path))
@@ -116,11 +119,11 @@ def test_a_suspect_may_be_a_path(tmp_path: Path) -> None:
 
 def test_fields_of_unexpected_shape_do_not_stop_the_report(tmp_path: Path) -> None:
     log = EventLog(tmp_path, rank=0, run_id="r")
-    log.write("run_started", 0, places="?", mode=3)
+    log.write("run_started", 0, nodes="?", world_size="?", mode=3)
     log.write("coverage", 0, rows=[1, {"site": None}])
     log.write("verdict", 1)
     log.write("checkpoint", 1, path=5, tally=[1])
-    log.write("trust_withdrawn", 1, paths={"a": 1})
+    log.write("trust_withdrawn", 1, steps={"a": 1})
     log.write("finished", 1, exit_code="x", tally={"finite": 3})
     assert "Run " in render_text(tmp_path)
 

@@ -65,7 +65,7 @@ class Audit:
     """
 
     name = "audit"
-    sites = (Site.FORWARD, Site.BACKWARD, Site.GRADIENT)
+    sites: tuple[Site, ...] = (Site.FORWARD, Site.BACKWARD, Site.GRADIENT)
 
     def __init__(
         self,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Finite:
     """
 
     name = "finite"
-    sites = (Site.GRADIENT, Site.REDUCTION)
+    sites: tuple[Site, ...] = (Site.GRADIENT, Site.REDUCTION)
     period = 1
 
     def __init__(self, inventory: Inventory, config: FiniteConfig, *, reduces: bool, scaler: bool) -> None:
@@ -45,6 +45,8 @@ class Finite:
         self._reduced: list[torch.Tensor] = []
         self._streak = 0
         self._lone = 0
+        self._lone_rank = -1
+        self._counted = -1
         self._bad_local = self._bad_reduced = False
 
     def coverage(self) -> tuple[Coverage, ...]:
@@ -74,7 +76,7 @@ class Finite:
             self._local += bucket.buffer.aminmax()
 
     def before_update(self, moment: Moment) -> None:
-        self._reduced = _extremes(entry.tensor for entry in self._inventory.gradients())
+        self._reduced = extremes(entry.tensor for entry in self._inventory.gradients())
 
     def fill(self) -> tuple[dict[str, bool], dict[str, int]]:
         local, reduced = (self._local, self._reduced) if self._reduces else (self._reduced, [])
@@ -95,8 +97,12 @@ class Finite:
     def evidence(self, step: int, details: Sequence[Any]) -> tuple[FiniteEvidence, ...]:
         local = tuple(rank for rank, (bad, _, _) in enumerate(details) if bad)
         reduced = tuple(rank for rank, (_, bad, _) in enumerate(details) if bad)
-        self._streak += 1
-        self._lone = self._lone + 1 if len(local) == 1 and len(details) > 1 else 0
+        if step != self._counted:  # a step that is looked at again after a repair counts once
+            self._counted = step
+            self._streak += 1
+            alone = local[0] if len(local) == 1 and len(details) > 1 else -1
+            self._lone = self._lone * (alone == self._lone_rank) + (alone >= 0)
+            self._lone_rank = alone
         return (
             FiniteEvidence(
                 step=step,
@@ -114,17 +120,17 @@ class Finite:
     def limits(self) -> FiniteConfig:
         return self._config
 
-    def recheck_reduced(self) -> None:
-        """Gradients were reduced anew; the local ones behind them were found good."""
-        self._local = []
-        self._bad_local = False
-        self._reduced = _extremes(entry.tensor for entry in self._inventory.gradients())
+    def recheck(self, local: list[torch.Tensor]) -> None:
+        """Gradients were reduced anew; ``local`` are the extremes of the local buckets that went into it."""
+        self._local = local
+        self._reduced = extremes(entry.tensor for entry in self._inventory.gradients())
 
     def after_update(self, moment: Moment, *, skipped: bool) -> None:
         return
 
 
-def _extremes(tensors: Any) -> list[torch.Tensor]:
+def extremes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The minimum and the maximum of every tensor that has any element, on the device; NaN comes through."""
     return [extreme for t in tensors if t.numel() for extreme in t.aminmax()]
 
 

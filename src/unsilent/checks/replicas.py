@@ -48,7 +48,7 @@ class Replicas:
     """
 
     name = "replicas"
-    sites = (Site.WEIGHTS, Site.OPTIMIZER_STATE, Site.REDUCTION)
+    sites: tuple[Site, ...] = (Site.WEIGHTS, Site.OPTIMIZER_STATE, Site.REDUCTION)
 
     def __init__(
         self, inventory: Inventory, counters: Callable[[], dict[str, str]], *, period: int, reduces: bool
@@ -129,8 +129,9 @@ class Replicas:
         return self._values, {key: (table.names, table.rows.tolist()) for key, table in self._tables.items()}
 
     def evidence(self, step: int, details: Sequence[Any]) -> tuple[CounterEvidence | VoteEvidence, ...]:
-        """Counters that differ, and a vote for every tensor that differs between ranks or is missing on some."""
-        found: list[CounterEvidence | VoteEvidence] = []
+        """Counters that differ, and the votes over all tensors when one of them differs or is missing on a rank."""
+        found: list[CounterEvidence] = []
+        votes: list[VoteEvidence] = []
         for name in sorted({name for values, _ in details for name in values}):
             values = tuple(values.get(name, "absent") for values, _ in details)
             if len(set(values)) > 1:
@@ -143,12 +144,12 @@ class Replicas:
         }
         for key, site in sites.items():
             tables = [dict(zip(*tables.get(key, ((), ())), strict=True)) for _, tables in details]
-            names = dict.fromkeys(name for table in tables for name in table)
-            for name in names:
+            for name in dict.fromkeys(name for table in tables for name in table):
                 digests = tuple(_hex(table.get(name)) for table in tables)
-                if len(set(digests)) > 1:
-                    found.append(VoteEvidence(step=step, site=site, tensor=name, digests=digests))
-        return tuple(found)
+                votes.append(VoteEvidence(step=step, site=site, tensor=name, digests=digests))
+        # The judge also needs the tensors that agree: one that differs alone is a flip, all of them are no flip.
+        disagreement = any(len(set(vote.digests)) > 1 for vote in votes)
+        return (*found, *votes) if disagreement else tuple(found)
 
     def after_update(self, moment: Moment, *, skipped: bool) -> None:
         return

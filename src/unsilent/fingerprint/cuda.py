@@ -2,7 +2,8 @@
 
 Additions modulo 2^64 commute exactly, so atomics give the same integers in whatever order they happen. Nothing here
 waits for the device: the list of what to read travels from pinned memory, asynchronously.
-With ``TRITON_INTERPRET=1`` set before the import the kernel runs on CPU tensors, so its values are tested without a GPU.
+With ``TRITON_INTERPRET=1`` set before the import the kernel runs on CPU tensors: so its values are tested without
+a GPU.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Both end in the same all-reduce of the same buckets, so the bits are those of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +30,19 @@ class Share:
 
 
 def rebuild(
-    world: World, reduction: Reduction, ring: Ring, shares: tuple[Share, ...], losses: list[torch.Tensor]
+    world: World,
+    reduction: Reduction,
+    ring: Ring,
+    shares: tuple[Share, ...],
+    losses: list[torch.Tensor],
+    *,
+    observe: Callable[[torch.Tensor], None],
 ) -> bool:
     """Replace the shares, reduce again and write ``.grad``; the same call on all ranks.
 
     Args:
         losses: this rank's losses of the step; overwritten in place when its share is replaced.
+        observe: sees each local buffer just before it is reduced again.
 
     Returns:
         Whether every rank did its part and every rerun gave the value it had to give.
@@ -72,6 +79,7 @@ def rebuild(
     if reduction.ddp is None:
         _write_directly(reduction, runs.get(world.rank))
     for index in sorted(buffers):
+        observe(buffers[index])
         world.reduce_in_job(buffers[index])
         reduction.write(index, buffers[index])
     torch.clear_autocast_cache()

@@ -88,11 +88,11 @@ def _header(directory: str | os.PathLike[str], log: ReadLog) -> RenderableType:
     lines.append(Text(f"Began {when}, last word after {_duration(last - first)}{again}."))
     if starts:
         fields = starts[-1].fields
-        places = _dicts(fields.get("places"))
-        if places:
-            nodes = list(dict.fromkeys(str(p.get("node")) for p in places))
+        nodes = list(dict.fromkeys(_str(node) for node in _list(fields.get("nodes"))))
+        if nodes:
             shown = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
-            lines.append(Text(f"{_count(len(places), 'rank')} on {_count(len(nodes), 'node')}: {shown}."))
+            ranks = _int(fields.get("world_size"))
+            lines.append(Text(f"{_count(ranks, 'rank')} on {_count(len(nodes), 'node')}: {shown}."))
         if fields.get("mode") == "observe":
             lines.append(Text("Mode observe: verdicts are recorded, nothing is changed."))
         elif fields.get("mode") == "act":
@@ -114,13 +114,10 @@ def _coverage(events: Sequence[Event]) -> RenderableType | None:
     rows = _dicts(found[-1].fields.get("rows")) if found else []
     if not rows:
         return None
-    table = _table("What is covered", "site", "check", "how", "when")
-    for row in rows:
-        if row.get("covered"):
-            _row(table, _str(row.get("site")), _str(row.get("check")), _str(row.get("how")), _str(row.get("when")))
-    for row in rows:
-        if not row.get("covered"):
-            _row(table, _str(row.get("site")), "not covered", _str(row.get("how")), "")
+    table = _table("What is covered", "site", "check", "how", "when", "what it does not see")
+    for row in sorted(rows, key=lambda row: not row.get("how")):  # what is not covered at the end, where it is seen
+        cells = [_str(row.get(key)) for key in ("site", "check", "how", "when", "blind")]
+        _row(table, *cells) if cells[2] else _row(table, cells[0], "not covered", "", "", cells[4])
     return table
 
 
@@ -166,11 +163,11 @@ def _state(event: Event) -> str:
     because = f": {reason}" if reason else ""
     if event.kind == "check_disabled":
         return f"switched off at step {event.step}{because}"
-    words = {"bitwise": "compares bits", "loss": "compares the loss only", "off": "off"}
-    result = words.get(_str(event.fields.get("result")), _str(event.fields.get("result")) or "degraded")
     if event.kind == "check_degraded":
-        return f"since step {event.step} {result}{because}"
-    return f"{result}{because}"
+        return f"degraded at step {event.step}{because}"
+    strength = _str(event.fields.get("strength"))
+    words = {"bitwise": "compares bits", "loss only": "compares the loss only", "off": "off"}
+    return f"calibrated at step {event.step}: {words.get(strength, strength)}{because}"
 
 
 def _findings(events: Sequence[Event]) -> RenderableType:
@@ -198,7 +195,8 @@ def _findings(events: Sequence[Event]) -> RenderableType:
 
 
 def _actions(events: Sequence[Event]) -> RenderableType | None:
-    actions = [e for e in _once(_of(events, "action")) if _done(e) or _would(e)]
+    # A verdict that observe mode did not act upon stands here too, with what act mode would have done.
+    actions = [e for e in _once(e for e in events if e.kind in ("action", "verdict")) if _done(e) or _would(e)]
     if not actions:
         return None
     table = _table("What was done", "step", "action", "seconds", "why")
@@ -210,7 +208,7 @@ def _actions(events: Sequence[Event]) -> RenderableType | None:
             str(event.step),
             name,
             f"{_float(seconds):.2f}" if seconds is not None else "",
-            _str(event.fields.get("reason")),
+            _str(event.fields.get("reason")) or _str(_dict(event.fields.get("verdict")).get("reason")),
         )
     if len(actions) > _MOST_ROWS:
         _row(table, "…", f"and {len(actions) - _MOST_ROWS} more", "", "")
@@ -218,14 +216,15 @@ def _actions(events: Sequence[Event]) -> RenderableType | None:
 
 
 def _done(event: Event) -> str:
-    """The action of an event, "" when training simply went on."""
+    """The action that was carried out, "" when training simply went on."""
     action = _str(event.fields.get("action"))
-    return "" if action == "CONTINUE" else action
+    return "" if event.kind != "action" or action == "CONTINUE" else action
 
 
 def _would(event: Event) -> str:
+    """The action that act mode would have taken and observe mode did not."""
     would = _str(event.fields.get("would"))
-    return "" if would == "CONTINUE" else would
+    return would if event.fields.get("action") == "CONTINUE" and would != "CONTINUE" else ""
 
 
 def _people(directory: str | os.PathLike[str], events: Sequence[Event]) -> RenderableType | None:
@@ -254,26 +253,28 @@ def _people(directory: str | os.PathLike[str], events: Sequence[Event]) -> Rende
 
 
 def _checkpoints(events: Sequence[Event]) -> RenderableType | None:
-    trust: dict[str, tuple[int, str, str]] = {}
+    paths: dict[int, str] = {}
+    trust: dict[int, tuple[str, str]] = {}
     refused: list[str] = []
     for event in events:
-        path = _str(event.fields.get("path"))
-        reason = _str(event.fields.get("reason"))
-        if event.kind == "checkpoint" and path:
-            trust[path] = (event.step, _str(event.fields.get("trust")) or "candidate", reason)
+        reason = _str(event.fields.get("reason")) or _str(_dict(event.fields.get("verdict")).get("reason"))
+        if event.kind == "checkpoint":
+            steps = event.fields.get("steps")
+            steps = steps if isinstance(steps, int) else event.step
+            trust[steps] = (_str(event.fields.get("status")), reason)
+            paths[steps] = _str(event.fields.get("path")) or paths.get(steps, "")
         elif event.kind == "checkpoint_refused":
             refused.append(f"Step {event.step}: not written, {reason or 'a check failed'}.")
         elif event.kind == "trust_withdrawn":
-            for lost in _list(event.fields.get("paths")) or ([path] if path else []):
-                step = trust[str(lost)][0] if str(lost) in trust else event.step
-                trust[str(lost)] = (step, "no longer trusted", reason)
+            for steps in _list(event.fields.get("steps")):
+                trust[_int(steps)] = ("no longer trusted", reason)
     if not trust and not refused:
         return None
     parts: list[RenderableType] = []
     if trust:
         table = _table("Checkpoints", "updates", "trust", "path", "why")
-        for path, (step, word, reason) in sorted(trust.items(), key=lambda item: item[1][0]):
-            _row(table, str(step), word, path, reason)
+        for steps, (word, reason) in sorted(trust.items()):
+            _row(table, str(steps), word, paths.get(steps, ""), reason)
         parts.append(table)
     if refused:
         parts.append(Group(*(Text(line) for line in dict.fromkeys(refused))))
@@ -290,7 +291,7 @@ def _notices(events: Sequence[Event]) -> RenderableType | None:
             check = _str(event.fields.get("check")) or "the guard"
             lines.append(f"Step {event.step}: a fault in {check} itself: {_str(event.fields.get('error'))}")
         elif event.kind == "notice":
-            lines.append(_str(event.fields.get("reason")))
+            lines.append(_str(event.fields.get("text")))
     return _section("Also said", list(dict.fromkeys(lines)))
 
 

@@ -1,0 +1,263 @@
+"""``unsilent doctor``: what this machine, and a run of a given shape, can promise, before it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from unsilent.agreement import WORDS
+from unsilent.checks.audit import Audit
+from unsilent.checks.replicas import Replicas
+from unsilent.config import GuardConfig
+from unsilent.determinism import missing_settings
+from unsilent.environment import device_name, read_environment
+from unsilent.errors import UsageError
+from unsilent.evidence import device_counters
+from unsilent.generators import read_generators
+from unsilent.guard import Guard
+from unsilent.localize import audit_ring
+from unsilent.records import Place
+from unsilent.replay import MicroBatch, Work, pack
+from unsilent.training.presets import preset
+from unsilent.training.ranks import Ranks, join, node_of, ranks_from_environment
+from unsilent.world import World
+
+_NODE_VARIABLES = ("UNSILENT_NODE", "NODE_NAME", "SLURMD_NODENAME")
+_FP32 = 4
+_BYTES_OF_A_NAME = 56  # of a LLaMA's parameter, pickled
+_TENSORS_OF_A_LAYER, _OTHER_TENSORS = 9, 3
+
+
+def examine(
+    *, ranks: int | None, nodes: int | None, preset_name: str, audit_every: int | None, replicas_every: int | None
+) -> dict[str, Any] | None:
+    """All that doctor knows, as plain values; None on a rank that has nothing to say.
+
+    Args:
+        ranks, nodes: a layout to imagine; without them it is the one that torchrun has started, or four nodes.
+
+    Raises:
+        UsageError: a layout that cannot be, an unknown preset, periods below 1.
+    """
+    config = GuardConfig(audit_every=audit_every, replicas_every=replicas_every)
+    here = ranks_from_environment()
+    cost = _cost(preset_name, config, ranks or (here.size if here.size > 1 else 4))
+    join(here)
+    places, layout = _layout(here, ranks, nodes)
+    if here.rank != 0:
+        return None
+    environment = read_environment(here.device)
+    return {
+        "environment": {**asdict(environment), "variables": dict(environment.variables), "digest": environment.digest},
+        "node": node_of(here.rank, name=None, imitated=None),
+        "node_from": next((name for name in _NODE_VARIABLES if os.environ.get(name)), "the host's name"),
+        "device": device_name(here.device),
+        "device_from": "its UUID" if device_name(here.device).startswith("GPU-") else "its index",
+        "determinism": missing_settings(),
+        "layout": layout,
+        "places": [vars(place) for place in places],
+        "auditors": list(audit_ring(places)),
+        "coverage": _coverage(places, config),
+        "cost": cost,
+        "counters": _counters(here.device),
+    }
+
+
+def render(facts: dict[str, Any]) -> RenderableType:
+    """The same for people."""
+    e = facts["environment"]
+    environment = _pairs(
+        "This machine",
+        ("torch", e["torch"]),
+        ("CPU", f"{e['cpu']}, kernels for {e['cpu_capability']}, {e['threads']} threads"),
+        ("GPU", f"{e['gpu']}, CUDA and cuDNN {e['driver']}" if e["gpu"] else "none that torch can use"),
+        ("fp32 matmuls", e["precision"]),
+        ("switches", ", ".join(f"{k}={v}" for k, v in e["variables"].items()) or "none is set"),
+        ("digest", f"{e['digest']} (only machines with equal digests are compared bit for bit)"),
+        ("node", f"{facts['node']} (from {facts['node_from']})"),
+        ("device", f"{facts['device']} (from {facts['device_from']})"),
+        ("to be set", "; ".join(facts["determinism"]) or "nothing is missing for matmuls that repeat"),
+        ("error counters", _counter_words(facts["counters"])),
+    )
+    return Group(environment, _ring(facts), _coverage_table(facts), _cost_table(facts["cost"]))
+
+
+# ---- the layout ------------------------------------------------------------------------------------------------------
+
+
+def _layout(here: Ranks, ranks: int | None, nodes: int | None) -> tuple[tuple[Place, ...], str]:
+    if ranks is None and nodes is None and here.size > 1:
+        world = World(here.device, node=node_of(here.rank, name=None, imitated=None))
+        world.close()
+        return world.places, "the ranks that torchrun has started"
+    size = ranks if ranks is not None else (nodes or 4)
+    count = nodes if nodes is not None else size
+    if size < 1 or not 1 <= count <= size:
+        raise UsageError(
+            f"{size} ranks cannot run on {count} nodes: give --ranks and --nodes of at least 1 rank a node"
+        )
+    digest = read_environment(here.device).digest
+    per_node = -(-size // count)
+    places = tuple(
+        Place(rank=r, node=f"node-{r * count // size}", device=f"{here.device.type}:{r % per_node}", environment=digest)
+        for r in range(size)
+    )
+    return places, "imagined, with machines like this one"
+
+
+def _ring(facts: dict[str, Any]) -> RenderableType:
+    places, auditors = facts["places"], facts["auditors"]
+    table = _table(f"Who audits whom ({facts['layout']})", "rank", "node", "device", "audited by", "on")
+    for place, auditor in zip(places, auditors, strict=True):
+        other = "" if auditor is None else str(places[auditor]["node"])
+        who = "nobody: replayed on its own device" if auditor is None else f"rank {auditor}"
+        table.add_row(str(place["rank"]), place["node"], place["device"], who, other)
+    nodes = len({place["node"] for place in places})
+    word = "a persistent fault can be pinned on one node" if nodes > 2 else (
+        f"with {nodes} node{'s' if nodes > 1 else ''} a persistent fault cannot be pinned on one: three are needed"
+    )  # fmt: skip
+    return Group(table, Text(word + "."))
+
+
+# ---- coverage and cost -----------------------------------------------------------------------------------------------
+
+
+def _coverage(places: tuple[Place, ...], config: GuardConfig) -> list[dict[str, Any]]:
+    """What the guard of such a run would print: a guard of one small layer, told of other places."""
+    model = nn.Linear(1, 1)
+    reduces = len(places) > 1
+    with contextlib.redirect_stderr(io.StringIO()):
+        guard = Guard(model, torch.optim.AdamW(model.parameters()), _no_loss, config=config)
+    guard.checks["audit"] = Audit(
+        guard.inner,
+        guard.recorder,
+        config.audit,
+        rank=0,
+        auditors=audit_ring(places),
+        places=places,
+        period=config.audit_every or 0,
+        reduces=reduces,
+    )
+    guard.checks["replicas"] = Replicas(guard.inventory, dict, period=config.replicas_every or 0, reduces=reduces)
+    rows = [{**vars(row), "covered": bool(row.how)} for row in guard.coverage()]
+    guard.close()
+    return rows
+
+
+def _no_loss(model: Any, batch: Any) -> torch.Tensor:
+    raise AssertionError("this guard runs no step")
+
+
+def _coverage_table(facts: dict[str, Any]) -> RenderableType:
+    table = _table("What a guard would cover", "site", "check", "how", "when", "not seen")
+    for row in facts["coverage"]:
+        how = row["how"] if row["covered"] else "NOT COVERED"
+        table.add_row(row["site"], row["check"], how, row["when"], row["blind"])
+    return table
+
+
+def _cost(preset_name: str, config: GuardConfig, ranks: int) -> dict[str, Any]:
+    shape = preset(preset_name)
+    size = shape.parameters * _FP32
+    batch = torch.zeros(shape.samples_per_rank, shape.sequence_length + 1, dtype=torch.int64)
+    work = len(pack(Work(step=0, micro_batches=(MicroBatch(batch, read_generators()),))))
+    rows = shape.layers * _TENSORS_OF_A_LAYER + _OTHER_TENSORS
+    return {
+        "preset": shape.name,
+        "parameters": shape.parameters,
+        "bytes_weights": size,
+        "bytes_gradients": size,
+        "bytes_optimizer": 2 * size,
+        "bytes_kept_on_audit_steps": size,
+        "bytes_replayed_on_audit_steps": size,
+        "bytes_agreed_vector": 8 * WORDS,
+        "bytes_work_message": work + rows * (16 + _BYTES_OF_A_NAME),
+        "bytes_repair_message": size,
+        "bytes_read_per_vote": 4 * size,
+        "audit_every": config.audit_every,
+        "replicas_every": config.replicas_every,
+        "audit_percent": None if config.audit_every is None else round(100 / config.audit_every, 2),
+        "ranks": ranks,
+    }
+
+
+def _cost_table(cost: dict[str, Any]) -> RenderableType:
+    audits = "no audits on schedule"
+    if cost["audit_every"] is not None:
+        audits = (
+            f"an audit step takes about 2 x a normal one: every {cost['audit_every']} steps that is "
+            f"{cost['audit_percent']:g} % of the run"
+        )
+    votes = "no votes on schedule"
+    if cost["replicas_every"] is not None:
+        votes = f"{_size(cost['bytes_read_per_vote'])} read per rank, every {cost['replicas_every']} steps"
+    unguarded = (
+        f"weights {_size(cost['bytes_weights'])}, gradients {_size(cost['bytes_gradients'])}, "
+        f"AdamW {_size(cost['bytes_optimizer'])}, and activations"
+    )
+    audit_step = (
+        f"+ {_size(cost['bytes_kept_on_audit_steps'])} local gradients kept for a repair (act mode), "
+        f"+ {_size(cost['bytes_replayed_on_audit_steps'])} gradients of the replay (twice that in the calibration)"
+    )
+    message = f"about {_size(cost['bytes_work_message'])} from each rank to its auditor: batch, random states, digests"
+    repair = f"{_size(cost['bytes_repair_message'])} from the auditor to the faulty rank, and one more reduction"
+    return _pairs(
+        f"What preset {cost['preset']} needs on each rank",
+        ("parameters", f"{cost['parameters']:,}"),
+        ("without a guard", unguarded),
+        ("on audit steps", audit_step),
+        ("every step", f"one agreed vector of {cost['bytes_agreed_vector']:,} bytes; local gradients are read once"),
+        ("audit", audits),
+        ("audit message", message),
+        ("vote", votes),
+        ("repair", repair),
+    )
+
+
+# ---- small things ----------------------------------------------------------------------------------------------------
+
+
+def _counters(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    return device_counters(device_name(device)) or device_counters(device.index or 0)
+
+
+def _counter_words(counters: dict[str, Any]) -> str:
+    if not counters:
+        return "none can be read: there is no NVIDIA GPU with NVML and pynvml here, so ECC says nothing"
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in counters.items())
+
+
+def _pairs(title: str, *pairs: tuple[str, str]) -> Table:
+    table = _table(title, "", "")
+    table.show_header = False
+    for pair in pairs:
+        table.add_row(*pair)
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _size(count: int) -> str:
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.3g} GiB"

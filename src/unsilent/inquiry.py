@@ -1,0 +1,259 @@
+"""From an alarm to verdicts: gathers the details, asks for replays, and hands evidence to the pure judges.
+
+Every rank runs the same code on the same gathered data, so that all come to the same verdicts without being told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from unsilent.agreement import Agreed
+from unsilent.checks.audit import Audit, Strength
+from unsilent.checks.finite import Finite
+from unsilent.checks.protocol import Check, Moment
+from unsilent.judge import (
+    differs_by_environment,
+    judge_audits,
+    judge_counters,
+    judge_finite,
+    judge_unreduced,
+    judge_votes,
+)
+from unsilent.localize import agreed_value, holders, recorded_is_right
+from unsilent.records import (
+    AuditEvidence,
+    CounterEvidence,
+    FiniteEvidence,
+    Kind,
+    Place,
+    Site,
+    UnreducedEvidence,
+    Verdict,
+    VoteEvidence,
+)
+from unsilent.recovery.rebuild import Share
+from unsilent.ring import Ring
+from unsilent.world import World
+
+_TAG_DETAILS, _TAG_AUDITS = 10, 11
+_STATE = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
+
+
+@dataclass
+class Finding:
+    """One verdict with what acting on it needs.
+
+    ``shares`` are the local gradients to replace, ``votes`` the tensors that differ between replicas;
+    ``recorded_is_right`` says that the live value was the agreed one, so that only a replay was wrong; ``harmless`` that
+    the loss scaler leaves this step out anyway.
+    """
+
+    verdict: Verdict
+    shares: tuple[Share, ...] = ()
+    votes: tuple[VoteEvidence, ...] = ()
+    recorded_is_right: bool = False
+    harmless: bool = False
+    evidence: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def bad_number(self) -> bool:
+        """Whether a NaN or Inf is behind it, which must not reach the optimizer whoever made it."""
+        return self.verdict.check == "finite" or any(a.alarm for a in self.evidence.get("audits", ()))
+
+
+class Inquiry:
+    """Finds out what an alarm means.
+
+    Args:
+        checks: by name; a check that was switched off is no longer in it.
+        weights_digest: one number over this rank's weights.
+        unreduced: the names of parameters whose gradient no reduction has touched.
+        attempt: runs a part of the check named; what it raises is flagged to all ranks and gives None.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        ring: Ring,
+        checks: Mapping[str, Check],
+        finite: Finite,
+        audit: Audit,
+        *,
+        weights_digest: Callable[[], int],
+        outside_state: Callable[[], str],
+        unreduced: Callable[[], tuple[str, ...]],
+        attempt: Callable[[str, Callable[[], Any]], Any],
+    ) -> None:
+        self._world, self._ring, self._checks, self._finite, self._audit = world, ring, checks, finite, audit
+        self._weights_digest, self._outside_state, self._unreduced = weights_digest, outside_state, unreduced
+        self._attempt = attempt
+        #: replicas in unlike environments have drifted apart; it has been said, and is not said again
+        self.unlike_replicas = False
+
+    def compare(self, *, own_replays: int = 0) -> None:
+        """The ring replay of this step, for all ranks at once."""
+        filled = self._attempt("finite", self._finite.fill)
+        finite = filled is None or not any(filled[0].values())
+        weights = self._weights_digest()
+        # A rank that could not read its own step takes part all the same: the others must not wait for it.
+        reading = self._audit.recorded
+        theirs = self._ring.swap(reading, finite=finite, weights=weights)
+        if reading is not None:
+            outside = self._outside_state()
+            self._attempt(
+                "audit",
+                lambda: self._ring.compare(
+                    reading, theirs, finite=finite, weights=weights, outside_state=outside, own_replays=own_replays
+                ),
+            )
+
+    def find(self, agreed: Agreed, moment: Moment, losses: list[torch.Tensor]) -> list[Finding]:
+        """The findings of a step before its update; empty when it is clean."""
+        alarming = [name for name, check in self._checks.items() if check.alarm(agreed)]
+        unreduced = agreed.raised("guard", "unreduced")
+        if not alarming and not unreduced:
+            return []
+        mine: dict[str, Any] = {name: self._checks[name].details() for name in alarming}
+        if unreduced:
+            mine["unreduced"] = self._unreduced()
+        everyone: list[dict[str, Any]] = self._world.gather(mine, step=moment.step, tag=_TAG_DETAILS)
+        evidence: dict[str, Any] = {
+            name: self._checks[name].evidence(moment.step, [details[name] for details in everyone]) for name in alarming
+        }
+        # A difference in counters is software and explains every other difference, so nothing else is judged then.
+        software = judge_counters([e for e in evidence.get("replicas", ()) if isinstance(e, CounterEvidence)])
+        if software is not None:
+            return [Finding(verdict=software, evidence=evidence)]
+        if unreduced:
+            return [Finding(verdict=_judge_unreduced(everyone, moment.step), evidence=evidence)]
+        voted = self.find_votes(evidence.get("replicas", ()), evidence)
+        state = [finding for finding in voted if finding.verdict.site in _STATE]
+        if state:
+            return state
+        findings = self._find_finite(evidence.get("finite", ()), moment, losses, evidence)
+        if findings is None and "audit" in evidence:
+            findings = self._settle(list(evidence["audit"]), moment, losses, evidence, alarms={})
+        return findings or voted
+
+    def find_votes(self, records: Sequence[Any], evidence: dict[str, Any]) -> list[Finding]:
+        """The findings of a vote over replicas."""
+        votes = tuple(e for e in records if isinstance(e, VoteEvidence))
+        if not votes:
+            return []
+        places = self._world.places
+        verdicts = judge_votes(votes, places, unlike_is_known=self.unlike_replicas)
+        self.unlike_replicas |= any(differs_by_environment(vote, places) for vote in votes)
+        return [Finding(verdict=v, votes=_votes_of(v, votes), evidence=evidence) for v in verdicts]
+
+    def _find_finite(
+        self, records: Sequence[FiniteEvidence], moment: Moment, losses: list[torch.Tensor], evidence: dict[str, Any]
+    ) -> list[Finding] | None:
+        """NaN or Inf: from hardware, from the reduction, or from code and data? None when ``finite`` saw nothing."""
+        if not records:
+            return None
+        limits = self._finite.limits
+        finding = judge_finite(
+            records[0],
+            streak_limit=limits.streak_limit,
+            lone_limit=limits.lone_limit,
+            places=self._world.places,
+        )
+        if finding is None:
+            return None
+        if finding.verdict is not None:
+            return [Finding(verdict=finding.verdict, evidence=evidence)]
+        if not finding.audit:
+            return []
+        # An overflow that a scaler searches for is no alarm when the auditor reproduces it: only a mismatch is.
+        alarm = "" if finding.quiet_if_reproduced else "NaN or Inf in the local gradient"
+        findings = self._audit_now(moment, losses, evidence, alarms=dict.fromkeys(finding.audit, alarm))
+        if findings is not None:
+            # A streak that a scaler cannot end is another matter: the run gets nowhere.
+            left_out = records[0].scaler and len(records[0].reduced) == self._world.size
+            if left_out and records[0].streak < limits.streak_limit:
+                return [replace(f, harmless=f.verdict.kind is Kind.SOFTWARE) for f in findings]
+            return findings
+        # No audit can say where it came from; it must not reach the optimizer all the same.
+        verdict = Verdict(
+            kind=Kind.INCONCLUSIVE, site=Site.GRADIENT, step=moment.step, check="finite", reason=finding.reason
+        )
+        return [Finding(verdict=verdict, evidence=evidence)]
+
+    def _audit_now(
+        self, moment: Moment, losses: list[torch.Tensor], evidence: dict[str, Any], *, alarms: Mapping[int, str]
+    ) -> list[Finding] | None:
+        """An audit of this step that was not planned, or the planned one with the knowledge that a value is bad.
+
+        None when no audit is possible.
+        """
+        if "audit" not in self._checks or self._audit.strength is Strength.OFF:
+            return None
+        if "audit" not in moment.due:
+            self.compare()
+        return self._settle(self._gather_audits(moment), moment, losses, evidence, alarms=alarms)
+
+    def _gather_audits(self, moment: Moment) -> list[AuditEvidence]:
+        details = self._world.gather(self._audit.details(), step=moment.step, tag=_TAG_AUDITS)
+        return list(self._audit.evidence(moment.step, details))
+
+    def _settle(
+        self,
+        audits: list[AuditEvidence],
+        moment: Moment,
+        losses: list[torch.Tensor],
+        evidence: dict[str, Any],
+        *,
+        alarms: Mapping[int, str],
+    ) -> list[Finding]:
+        """More replays until each audit is settled or hopeless, then judge."""
+        if self._audit.rotating:
+            # One micro-batch told that something is wrong; a repair needs the whole sum, so the whole is compared.
+            self._audit.all_micro_batches()
+            self._audit.record(losses)
+            self.compare()
+            audits = self._gather_audits(moment)
+        audits = [replace(a, alarm=alarms.get(a.auditee, a.alarm)) for a in audits]
+        audits = self._ring.settle(audits, moment.step)
+        evidence["audits"] = audits
+        places = self._world.places
+        shares = tuple(share for a in audits if (share := _share(a, places)) is not None)
+        return [
+            Finding(
+                verdict=v, shares=shares, recorded_is_right=_recorded_is_right(v, audits, places), evidence=evidence
+            )
+            for v in judge_audits(audits, places)
+        ]
+
+
+def _share(audit: AuditEvidence, places: Sequence[Place]) -> Share | None:
+    """Whose work must be replaced and by whom; None when the live value is right or nobody holds a right one."""
+    value = agreed_value(audit, places)
+    if value is None or recorded_is_right(audit, places):
+        return None
+    able = holders(audit, places)
+    if not able:
+        return None
+    source = next((rank for rank in able if rank != audit.auditee), able[0])
+    return Share(auditee=audit.auditee, source=source, digest=value)
+
+
+def _recorded_is_right(verdict: Verdict, audits: Sequence[AuditEvidence], places: Sequence[Place]) -> bool:
+    """Whether all live work of the suspects was right, so that they erred only as auditors or arbiters."""
+    ranks = {suspect.rank for suspect in verdict.suspects}
+    own = [audit for audit in audits if audit.auditee in ranks]
+    return bool(own) and all(recorded_is_right(audit, places) for audit in own)
+
+
+def _votes_of(verdict: Verdict, votes: tuple[VoteEvidence, ...]) -> tuple[VoteEvidence, ...]:
+    names = set(verdict.tensors)
+    return tuple(vote for vote in votes if vote.tensor in names)
+
+
+def _judge_unreduced(everyone: Sequence[Mapping[str, Any]], step: int) -> Verdict:
+    names = dict.fromkeys(name for details in everyone for name in details["unreduced"])
+    ranks = tuple(rank for rank, details in enumerate(everyone) if details["unreduced"])
+    return judge_unreduced(UnreducedEvidence(step=step, tensors=tuple(names), ranks=ranks))

@@ -1,0 +1,105 @@
+"""How ranks live and end together: nobody fails alone, and whoever ends says why before it leaves."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from unsilent.errors import CorruptionError, RankFailure
+from unsilent.journal import Journal
+from unsilent.world import World
+
+
+@contextlib.contextmanager
+def together(world: World, journal: Journal, *shared: type[Exception]) -> Iterator[None]:
+    """No rank fails alone: what is raised here is told to the others, and what they told is raised here.
+
+    Errors of the types ``shared`` are those that all ranks raise anyway: they are no rank's failure.
+    """
+    try:
+        yield
+    except (CorruptionError, *shared):
+        raise
+    except RankFailure:
+        journal.wait_for_exit(3.0)
+        raise
+    except BaseException as error:
+        # A broken connection is the echo of another rank's end; its own reason is worth waiting for.
+        echo = isinstance(error, RuntimeError) and world.size > 1
+        known = world.watcher.failure
+        if known is None and echo:
+            known = world.watcher.wait_for_failure(10.0 if _sounds_like_a_connection(error) else 0.3)
+        if known is not None:
+            world.watcher.raise_if_failed()
+        if world.size > 1:
+            world.watcher.post(f"{type(error).__name__}: {error}")
+            journal.wait_for_exit(3.0)
+        raise
+
+
+class HeldSignal:
+    """Holds SIGTERM for two seconds, so that a survivor can put on disk which rank failed before it leaves.
+
+    torchrun sends it 0.1 s after the first worker ended. A handler that somebody else installed is left alone.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._installed = False
+        with contextlib.suppress(ValueError):  # not the main thread
+            if world.size > 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._handle)
+                self._installed = True
+
+    def release(self) -> None:
+        """Give the signal back."""
+        if self._installed:
+            self._installed = False
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: object) -> None:
+        self._world.watcher.wait_for_failure(2.0)
+        self._world.watcher.raise_if_failed()
+        self.release()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Guarding(Protocol):
+    """What the end of the process needs of a guard."""
+
+    world: World
+
+    def detach(self, *, together: bool) -> None: ...
+
+
+def close_at_exit(guard: Guarding) -> Callable[[], None]:
+    """Register the end of a process that never closes its guard; it tells the others whether it ended well.
+
+    Returns:
+        What was registered, for ``atexit.unregister``.
+    """
+    reference: Any = weakref.ref(guard)
+
+    def at_exit() -> None:
+        alive: Guarding | None = reference()
+        if alive is None or alive.world.watcher.closed:
+            return
+        error = getattr(sys, "last_value", None)
+        if error is not None and alive.world.watcher.failure is None:
+            alive.world.watcher.post(f"{type(error).__name__}: {error}")
+        alive.detach(together=False)
+
+    atexit.register(at_exit)
+    return at_exit
+
+
+def _sounds_like_a_connection(error: BaseException) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("connection", "gloo", "nccl", "socket", "peer", "reduction failed"))
