@@ -1,0 +1,112 @@
+"""What the design takes for granted about torch, at 3 and 4 ranks: 2 and powers of two hide differences."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unsilent.lab.pool import RankPool
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def bits(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(step * 100 + rank))
+
+
+def train(rank: int, size: int, how: str) -> str:
+    """Six steps of DDP under one way of reducing; the digest of the final weights."""
+    torch.manual_seed(0)
+    model = Layers()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.03)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        buffer = bucket.buffer()
+        if how == "divide":
+            buffer.div_(size)
+        else:
+            buffer.mul_(1 / size)
+        work = dist.all_reduce(buffer, async_op=True)
+        assert work is not None
+        future: Any = torch.futures.Future()
+
+        def complete(done: Any) -> None:
+            # From another thread than the one that reduces: what the watcher does when a rank has failed.
+            value = done.value()[0]
+            threading.Thread(target=lambda: future.set_result(value)).start()
+
+        work.get_future().add_done_callback(complete)
+        return future
+
+    if how in ("multiply", "divide"):
+        ddp.register_comm_hook(None, hook)
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=True)
+        if how == "second pass" and step == 0:
+            ddp(batch(rank, step)).backward()
+            optimizer.zero_grad(set_to_none=True)
+        if how == "inner module" and step == 0:
+            torch.autograd.grad(model(batch(rank, step)), list(model.parameters()))
+        ddp(batch(rank, step)).backward()
+        optimizer.step()
+    return bits(model)
+
+
+def test_multiplying_keeps_ddp_s_bits_with_a_future_completed_by_another_thread(pool: RankPool) -> None:
+    assert pool.results(train, "multiply") == pool.results(train, "default")
+
+
+def test_dividing_does_not_at_three_ranks_and_hides_at_four(pool3: RankPool, pool4: RankPool) -> None:
+    assert pool3.results(train, "divide") != pool3.results(train, "default")
+    assert pool4.results(train, "divide") == pool4.results(train, "default")
+
+
+def test_a_second_pass_through_the_wrapper_at_step_0_changes_bits_and_the_inner_module_does_not(
+    pool3: RankPool,
+) -> None:
+    default = pool3.results(train, "default")
+    assert pool3.results(train, "second pass") != default
+    assert pool3.results(train, "inner module") == default
+
+
+def wrong_pairs(rank: int, size: int) -> list[float]:
+    """Two collectives of one size, in swapped order on rank 1."""
+    group = dist.new_group(backend="gloo")
+    a, b = torch.tensor([1.0]), torch.tensor([100.0])
+    for tensor in (b, a) if rank == 1 else (a, b):
+        dist.all_reduce(tensor, group=group)
+    return [float(a), float(b)]
+
+
+def test_swapped_collectives_add_wrong_pairs_without_an_error(pool3: RankPool) -> None:
+    """Why the guard has a group of its own and a header in every message."""
+    assert pool3.results(wrong_pairs)[0] == [102.0, 201.0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_aminmax_carries_what_is_not_finite(value: float) -> None:
+    tensor = torch.ones(1000)
+    tensor[500] = value
+    assert not all(torch.isfinite(extreme) for extreme in tensor.aminmax())
+    assert torch.isfinite(torch.full((1000,), 3e38).aminmax().max)
