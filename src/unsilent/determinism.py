@@ -7,10 +7,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.utils.deterministic
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_DETERMINISTIC: Any = torch.utils.deterministic  # its switch is made at import, unseen by type checkers
 
 
 class Kernels(str, Enum):
@@ -33,7 +36,7 @@ def running_with(kernels: Kernels) -> Iterator[None]:
         return
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill = _DETERMINISTIC.fill_uninitialized_memory
     cudnn = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -42,14 +45,14 @@ def running_with(kernels: Kernels) -> Iterator[None]:
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)
             # Filling fresh memory with NaN is a debugging aid of that mode and costs a pass over every output.
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            _DETERMINISTIC.fill_uninitialized_memory = False
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
             if kernels is Kernels.MATH_ATTENTION:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             yield
         finally:
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            _DETERMINISTIC.fill_uninitialized_memory = fill
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 

@@ -52,6 +52,7 @@ def examine(
     config = GuardConfig(audit_every=audit_every, replicas_every=replicas_every)
     here = ranks_from_environment()
     cost = _cost(preset_name, config, ranks or (here.size if here.size > 1 else 4))
+    guard = _small_guard(config)  # before the ranks meet: afterwards it would wait for theirs
     join(here)
     places, layout = _layout(here, ranks, nodes)
     if here.rank != 0:
@@ -67,7 +68,7 @@ def examine(
         "layout": layout,
         "places": [vars(place) for place in places],
         "auditors": list(audit_ring(places)),
-        "coverage": _coverage(places, config),
+        "coverage": _coverage(guard, places),
         "cost": cost,
         "counters": _counters(here.device),
     }
@@ -132,12 +133,15 @@ def _ring(facts: dict[str, Any]) -> RenderableType:
 # ---- coverage and cost -----------------------------------------------------------------------------------------------
 
 
-def _coverage(places: tuple[Place, ...], config: GuardConfig) -> list[dict[str, Any]]:
-    """What the guard of such a run would print: a guard of one small layer, told of other places."""
+def _small_guard(config: GuardConfig) -> Guard:
     model = nn.Linear(1, 1)
-    reduces = len(places) > 1
     with contextlib.redirect_stderr(io.StringIO()):
-        guard = Guard(model, torch.optim.AdamW(model.parameters()), _no_loss, config=config)
+        return Guard(model, torch.optim.AdamW(model.parameters()), _no_loss, config=config)
+
+
+def _coverage(guard: Guard, places: tuple[Place, ...]) -> list[dict[str, Any]]:
+    """What the guard of such a run would print: a guard of one small layer, told of other places."""
+    config, reduces = guard.config, len(places) > 1
     guard.checks["audit"] = Audit(
         guard.inner,
         guard.recorder,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import sys
 import time
@@ -73,9 +74,6 @@ _LADDER = (
     (Kernels.DETERMINISTIC, Strength.LOSS_ONLY),
     (Kernels.DEFAULT, Strength.OFF),
 )
-
-#: The same in the words of the log.
-_RESULT = {Strength.BITWISE: "bitwise", Strength.LOSS_ONLY: "loss", Strength.OFF: "off"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +142,9 @@ class Guard:
         self._check_names()
         self.inventory = Inventory(self.inner, optimizer, replicated_buffers=frozenset(self.config.replicated_buffers))
         self.recorder = Recorder(self.inner)
-        self.replayer = Replayer(self.inner, loss_fn, scale_loss=self._scale_loss, scale=self.reduction.scale)
+        self.replayer = Replayer(
+            self.inner, loss_fn, scale_loss=self._scale_loss, scale=self.reduction.scale, written=self.recorder.written
+        )
         run_id = self.world.gather(os.urandom(4).hex(), step=0, tag=2)[0]
         self.journal = Journal(
             self.config.directory,
@@ -158,7 +158,10 @@ class Guard:
             self._require_localization()
 
         reduces = self.reduction.ddp is not None
-        self.finite = Finite(self.inventory, self.config.finite, reduces=reduces, scaler=scaler is not None)
+        self.finite = Finite(
+            self.inventory, self.config.finite, reduces=reduces, scaler=scaler is not None,
+            averages=self.reduction.hooked,
+        )  # fmt: skip
         self.replicas = Replicas(
             self.inventory, self._counters, period=self.config.replicas_every or 0, reduces=reduces
         )
@@ -171,6 +174,7 @@ class Guard:
             places=self.world.places,
             period=self.config.audit_every or 0,
             reduces=reduces,
+            scale=self.reduction.scale,
         )
         self.ring = Ring(self.world, self.replayer, self.audit, self._auditors)
         self.standing = Standing(
@@ -187,6 +191,7 @@ class Guard:
             weights_digest=self.replicas.weights_digest,
             outside_state=lambda: self.recorder.outside_state,
             unreduced=self._unreduced_names,
+            attempt=self._try,
         )
         self._observers += [_Guarded(self, check) for check in self.checks.values()]
         declarations = {name: check.declares() for name, check in self.checks.items()}
@@ -204,6 +209,7 @@ class Guard:
         self._rung = 0  # of _LADDER
         self._calibrate_in = 1  # steps until the next calibration: after the first update, when its memory exists
         self._first = True
+        self._stopped = False  # by a verdict that was raised
         self._last_run = dict.fromkeys(self._schedule.periods, 0)
         self._check_errors: dict[str, str] = {}
         self._counts: dict[str, int] = dict.fromkeys(self.checks, 0)
@@ -273,7 +279,8 @@ class Guard:
         self.optimizer.zero_grad(set_to_none=True)
         audited = "audit" in moment.due
         self.recorder.begin_step(watch_attributes=audited)
-        self.audit.rotate(moment.step, len(parts))
+        if self._calibrate_in != 0:  # calibration compares the whole
+            self.audit.rotate(moment.step, len(parts))
         losses: list[torch.Tensor] = []
         keep = audited and self.config.mode == "act"
         with self.reduction.step(keep=keep), running_with(kernels):
@@ -292,6 +299,7 @@ class Guard:
 
     def _check(self, moment: Moment, losses: list[torch.Tensor], kernels: Kernels) -> tuple[Action, Verdict | None]:
         """Checks, agreement, and on an alarm: find out, decide, act; until the step is clean or must not go on."""
+        self._expect_others()
         self._try("audit", lambda: self._own_reading(losses))
         start = self.recorder.attributes
         self.ring.begin(self.recorder.work(moment.step), kernels=kernels, start=start)
@@ -373,6 +381,7 @@ class Guard:
             flags["guard", f"error.{name}"] = True
         vector = self._agreement.pack(step=step, phase=phase, flags=flags, digests=digests)
         agreed = self._agreement.unpack(self.world.reduce_max(vector))
+        self.world.patience_s = math.inf
         failed = [name for name in self.checks if agreed.raised("guard", f"error.{name}")]
         if failed:
             self._switch_off(failed, step)
@@ -413,6 +422,8 @@ class Guard:
             self.journal.write("verdict", moment.step, verdict=verdict, action=decision.action, would=would.value)
             self.journal.say(f"step {moment.step}: {verdict.kind.value}: {verdict.reason} -> {would.value}")
             self._keep_evidence(finding, moment)
+            if verdict.check == "replicas" and verdict.kind is Kind.INCONCLUSIVE and self.inquiry.unlike_replicas:
+                self.journal.write("check_degraded", moment.step, check="replicas", reason=verdict.reason)
             if verdict.kind is not Kind.PERSISTENT:
                 continue
             self.standing.strike(verdict, moment.step)
@@ -429,7 +440,7 @@ class Guard:
         """Do it. True when the step was rebuilt and must be looked at again; raises when the run must not go on."""
         action, verdict = decision.action, finding.verdict
         if action is Action.CONTINUE:
-            if verdict.kind is Kind.INCONCLUSIVE and verdict.check == "audit":
+            if verdict.kind is Kind.INCONCLUSIVE and verdict.check == "audit" and verdict.site is not Site.WEIGHTS:
                 self._degrade(verdict, moment)
             return False
         if action is Action.QUARANTINE:
@@ -439,7 +450,9 @@ class Guard:
                 raise self._ended(
                     Inconclusive(verdict.reason, verdict=verdict, resume_from=self.standing.resume_from())
                 )
-            self._stop(verdict, decision.reason)
+            poisoned = verdict.kind is Kind.SOFTWARE and finding.bad_number
+            held = self.standing.not_finite_after_load(moment.step) if poisoned else ""
+            self._stop(verdict, f"{decision.reason}; {held}" if held else decision.reason)
         if action is Action.ROLLBACK:
             self._stop(verdict, decision.reason)
         if action is Action.HEAL:
@@ -471,7 +484,7 @@ class Guard:
         self.audit.strength = strength
         self._calibrate_in = 1 if strength is not Strength.OFF else -1
         text = f"the audit compares from now on: {strength.value}, {kernels.value} kernels; {verdict.reason}"
-        self.journal.write("check_degraded", moment.step, check="audit", result=_RESULT[strength], reason=text)
+        self.journal.write("check_degraded", moment.step, check="audit", strength=strength.value, reason=text)
         self.journal.say(text)
 
     def _quarantine(self, verdict: Verdict) -> None:
@@ -493,6 +506,7 @@ class Guard:
 
     def _ended(self, error: CorruptionError) -> CorruptionError:
         """Put the outcome on disk before any rank leaves."""
+        self._stopped = True
         self.journal.ended(error, self.steps)
         self.world.gather(None, step=self.steps, tag=_TAG_LOAD)
         return error
@@ -548,7 +562,7 @@ class Guard:
         Raises:
             IntegrityLost, Quarantine: what was found cannot be put right here.
         """
-        with together(self.world, self.journal, CheckpointError, UsageError):
+        with together(self.world, self.journal, CheckpointError, UsageError, OSError):
             if self._replicas_on and not self._vote_now(_PHASE_SAVE):
                 self.journal.write("checkpoint_refused", self.steps, path=str(root), reason="its checks failed")
                 self.journal.say(f"no checkpoint of step {self.steps} was written: its checks failed")
@@ -565,12 +579,17 @@ class Guard:
                 rng=read_generators(),
                 guard=self.state_dict(),
             )
-            self.journal.write("checkpoint", self.steps, path=str(path), trust=status.value, tally=self._tally())
+            self.journal.write(
+                "checkpoint", self.steps, steps=self.steps, path=str(path), status=status.value, tally=self._tally()
+            )
             self.standing.saved(store, self.steps, path, status)
             return path
 
-    def load(self, root: str | Path) -> int:
+    def load(self, root: str | Path, *, certified: bool = False) -> int:
         """Load the newest checkpoint under ``root`` that is trusted and verifies; all ranks call it.
+
+        Args:
+            certified: take certified ones only, no candidates.
 
         Returns:
             The number of updates completed.
@@ -579,10 +598,12 @@ class Guard:
             CheckpointError: nothing is left that can be loaded; the message says what was wrong with each.
             UsageError: the checkpoint is of another model or optimizer.
         """
-        with together(self.world, self.journal, CheckpointError, UsageError):
-            loaded = self.standing.store(root).load(self.inventory, scaler=self.scaler, scheduler=self.scheduler)
+        with together(self.world, self.journal, CheckpointError, UsageError, OSError):
+            loaded = self.standing.store(root).load(
+                self.inventory, scaler=self.scaler, scheduler=self.scheduler, certified=certified
+            )
             for notice in loaded.notices:
-                self.journal.write("notice", loaded.steps, reason=str(notice))
+                self.journal.write("notice", loaded.steps, text=str(notice))
                 self.journal.say(str(notice))
             if loaded.rng is not None:
                 write_generators(loaded.rng)
@@ -591,17 +612,19 @@ class Guard:
             self.steps = loaded.steps
             self._first = True
             self._last_run = dict.fromkeys(self._schedule.periods, self.steps)
-            self.standing.begin_anew()
+            self.standing.begin_anew(self.standing.store(root), loaded.path, loaded.steps)
             self._calibrate_in = 1
             return self.steps
 
     def _vote_now(self, phase: int) -> bool:
         """A vote after the update. False when it found something; in act mode a lone replica is healed first."""
         self.audit.settled()
-        self.finite.begin(Moment(step=self.steps, due=frozenset()))
-        self.replicas.read(gradients=False)
+        self._try("finite", lambda: self.finite.begin(Moment(step=self.steps, due=frozenset())))
+        self._try("replicas", lambda: self.replicas.read(gradients=False))
         for attempt in range(2):
             agreed = self._agree(self.steps, phase)
+            if not self._replicas_on:  # it failed on some rank just now
+                return True
             self._counts["replicas"] += attempt == 0
             if not self.replicas.alarm(agreed):
                 return attempt == 0
@@ -610,6 +633,8 @@ class Guard:
             counters = judge_counters([e for e in evidence if isinstance(e, CounterEvidence)])
             record = {"replicas": evidence}
             findings = [Finding(verdict=counters)] if counters else self.inquiry.find_votes(evidence, record)
+            if not findings:  # what differs is known to, between unlike environments: no one state to save
+                return False
             moment = Moment(step=self.steps, due=frozenset({"replicas"}))
             # The vote before this update was clean, so nobody has computed with the wrong replica yet.
             decided = [(f, self._decide(f, moment, 0)) for f in findings]
@@ -660,7 +685,10 @@ class Guard:
             off += [_uncovered(site, "audit_every is None") for site in ("forward", "backward", "gradient")]
         if self.config.replicas_every is None:
             rows = [r for r in rows if r.check != "replicas"]
-            off += [_uncovered(site, "replicas_every is None") for site in ("weights", "optimizer_state")]
+            off += [_uncovered(site, "replicas_every is None") for site in ("weights", "optimizer_state", "rng")]
+        for check in (self.finite, self.replicas, self.audit):
+            if check.name not in self.checks:
+                off += [_uncovered(site.value, f"check {check.name} failed and is off") for site in check.sites]
         off.append(_uncovered("batch", "no check: wrong data that all ranks would compute alike is not seen"))
         off.append(_uncovered("optimizer", "an update that is wrong on all ranks alike is not seen"))
         if self.reduction.notice:
@@ -673,10 +701,13 @@ class Guard:
             return
         orderly = self.world.watcher.failure is None and sys.exc_info()[0] is None
         try:
-            if orderly and self.steps and self._replicas_on:
+            if orderly and self.steps and self._replicas_on and not self._stopped:
                 with together(self.world, self.journal):
                     self._vote_now(_PHASE_END)
-            self.journal.finished(self.steps, tally=self._tally()) if orderly else None
+            self.journal.finished(self.steps, tally=self._tally()) if orderly and not self._stopped else None
+        except BaseException:
+            orderly = False  # the others may have left already: nobody waits for anybody
+            raise
         finally:
             self.detach(together=orderly)
 
@@ -715,7 +746,10 @@ class Guard:
         for name in names:
             rank, error = next((r, e[name]) for r, e in enumerate(errors) if name in e)
             if self.config.on_guard_error == "raise":
-                raise RankFailure(rank, f"check {name}: {error}")
+                failure = RankFailure(rank, f"check {name}: {error}")
+                self.world.watcher.failure = failure  # so that close() does not ask the failed rank again
+                self.journal.rank_failed(failure)
+                raise failure
             del self.checks[name]
             text = f"check {name} is off from step {step} on: on rank {rank} it failed with {error}"
             self.journal.write("guard_error", step, check=name, failed_rank=rank, error=error)
@@ -742,8 +776,7 @@ class Guard:
             places=[vars(place) for place in self.world.places],
             mode=self.config.mode, quarantine=self.config.quarantine, environment=self.world.environment.digest,
         )  # fmt: skip
-        covered = [{**vars(r), "covered": bool(r.how), "how": r.how or r.blind} for r in rows]
-        self.journal.write("coverage", self.steps, rows=covered)
+        self.journal.write("coverage", self.steps, rows=[vars(row) for row in rows])
         for row in rows:
             covered = f"{row.how}; {row.when}; not seen: {row.blind}" if row.how else f"NOT COVERED: {row.blind}"
             self.journal.say(f"{row.site:<16} {row.check:<9} {covered}")
@@ -752,10 +785,7 @@ class Guard:
 
     def _announce_calibration(self, step: int) -> None:
         kernels, strength = _LADDER[self._rung]
-        self.journal.write(
-            "calibration", step, check="audit", result=_RESULT[strength], kernels=kernels.value,
-            reason=f"{kernels.value} kernels",
-        )  # fmt: skip
+        self.journal.write("calibration", step, check="audit", strength=strength.value, kernels=kernels.value)
         self.journal.say(f"calibration at step {step}: audits compare {strength.value}, {kernels.value} kernels")
 
     def _require_localization(self) -> None:
@@ -796,6 +826,16 @@ class Guard:
             problems = self.world.gather(problem, step=self.steps, tag=_TAG_LOAD)
         if any(problems):
             raise UsageError(next(text for text in problems if text))
+
+    def _expect_others(self) -> None:
+        """Where nothing was reduced here, the others may still wait for it in their backward, and never come."""
+        names = self._unreduced_names()
+        if names:
+            self.world.patience_s = self.config.timeout_s / 2
+            self.world.impatience = (
+                f"gradients were not reduced on this rank ({', '.join(names[:8])}), while others still wait for them in "
+                "backward: it uses other parameters than they do (find_unused_parameters=True may help)"
+            )
 
     def _unreduced_names(self) -> tuple[str, ...]:
         names = {id(p): n.removeprefix("module.") for n, p in self.model.named_parameters()}

@@ -39,7 +39,7 @@ from unsilent.recovery.rebuild import Share
 from unsilent.ring import Ring
 from unsilent.world import World
 
-_TAG_DETAILS, _TAG_AUDITS = 10, 11
+_TAG_DETAILS, _TAG_AUDITS, _TAG_VOTE = 10, 11, 13
 _STATE = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
 
 
@@ -117,13 +117,25 @@ class Inquiry:
         unreduced = agreed.raised("guard", "unreduced")
         if not alarming and not unreduced:
             return []
-        mine: dict[str, Any] = {name: self._checks[name].details() for name in alarming}
+        # A check whose closer look fails on some rank (None) is flagged and goes off with the next agreed vector.
+        mine: dict[str, Any] = {
+            name: self._attempt(name, lambda n=name: (self._checks[n].details(),)) for name in alarming
+        }
         if unreduced:
             mine["unreduced"] = self._unreduced()
         everyone: list[dict[str, Any]] = self._world.gather(mine, step=moment.step, tag=_TAG_DETAILS)
-        evidence: dict[str, Any] = {
-            name: self._checks[name].evidence(moment.step, [details[name] for details in everyone]) for name in alarming
-        }
+        evidence: dict[str, Any] = {}
+        for name in alarming:
+            records = self._evidence(name, moment.step, [details[name] for details in everyone])
+            if records is None:
+                return [Finding(verdict=_looked_in_vain(self._checks[name], moment.step))]
+            evidence[name] = records
+        unlike = [a for a in evidence.get("audit", ()) if not a.weights_equal]
+        if unlike and "replicas" not in evidence and "replicas" in self._checks:
+            voted_now = self._vote(moment)
+            if voted_now is None:
+                return [Finding(verdict=_looked_in_vain(self._checks["replicas"], moment.step))]
+            evidence["replicas"] = voted_now
         # A difference in counters is software and explains every other difference, so nothing else is judged then.
         software = judge_counters([e for e in evidence.get("replicas", ()) if isinstance(e, CounterEvidence)])
         if software is not None:
@@ -137,7 +149,24 @@ class Inquiry:
         findings = self._find_finite(evidence.get("finite", ()), moment, losses, evidence)
         if findings is None and "audit" in evidence:
             findings = self._settle(list(evidence["audit"]), moment, losses, evidence, alarms={})
+        if not findings and not voted and unlike:
+            return [Finding(verdict=_unlike_weights(unlike), evidence=evidence)]
         return findings or voted
+
+    def _evidence(self, name: str, step: int, details: Sequence[tuple[Any] | None]) -> Sequence[Any] | None:
+        """What the details of all ranks amount to; None when the closer look failed somewhere."""
+        known = [detail[0] for detail in details if detail is not None]
+        if len(known) < len(details):
+            return None
+        return self._attempt(name, lambda: self._checks[name].evidence(step, known))
+
+    def _vote(self, moment: Moment) -> Sequence[Any] | None:
+        """A vote that was not planned: a pair of ranks that was to be compared holds unlike weights."""
+        replicas = self._checks["replicas"]
+        now = replace(moment, due=moment.due | {"replicas"})
+        self._attempt("replicas", lambda: replicas.before_update(now))
+        mine = self._attempt("replicas", lambda: (replicas.details(),))
+        return self._evidence("replicas", moment.step, self._world.gather(mine, step=moment.step, tag=_TAG_VOTE))
 
     def find_votes(self, records: Sequence[Any], evidence: dict[str, Any]) -> list[Finding]:
         """The findings of a vote over replicas."""
@@ -171,7 +200,7 @@ class Inquiry:
         # An overflow that a scaler searches for is no alarm when the auditor reproduces it: only a mismatch is.
         alarm = "" if finding.quiet_if_reproduced else "NaN or Inf in the local gradient"
         findings = self._audit_now(moment, losses, evidence, alarms=dict.fromkeys(finding.audit, alarm))
-        if findings is not None:
+        if findings or (findings is not None and finding.quiet_if_reproduced):
             # A streak that a scaler cannot end is another matter: the run gets nowhere.
             left_out = records[0].scaler and len(records[0].reduced) == self._world.size
             if left_out and records[0].streak < limits.streak_limit:
@@ -251,6 +280,27 @@ def _recorded_is_right(verdict: Verdict, audits: Sequence[AuditEvidence], places
 def _votes_of(verdict: Verdict, votes: tuple[VoteEvidence, ...]) -> tuple[VoteEvidence, ...]:
     names = set(verdict.tensors)
     return tuple(vote for vote in votes if vote.tensor in names)
+
+
+def _looked_in_vain(check: Check, step: int) -> Verdict:
+    return Verdict(
+        kind=Kind.INCONCLUSIVE,
+        site=check.sites[0],
+        step=step,
+        check=check.name,
+        reason=f"check {check.name} raised an alarm, and its closer look failed; nobody is blamed",
+    )
+
+
+def _unlike_weights(audits: Sequence[AuditEvidence]) -> Verdict:
+    pairs = ", ".join(f"{a.auditee} and {a.auditor}" for a in audits)
+    return Verdict(
+        kind=Kind.INCONCLUSIVE,
+        site=Site.WEIGHTS,
+        step=audits[0].step,
+        check="audit",
+        reason=f"ranks {pairs} hold unlike weights, and no vote over replicas could settle it; nobody is blamed",
+    )
 
 
 def _judge_unreduced(everyone: Sequence[Mapping[str, Any]], step: int) -> Verdict:

@@ -599,7 +599,7 @@ def judge_finite(
             reason=f"{overflow}: an audit tells hardware from data", audit=evidence.local, quiet_if_reproduced=quiet
         )
 
-    if len(evidence.reduced) == everyone and evidence.scaler:
+    if len(evidence.reduced) == everyone and evidence.scaler and not evidence.averaged:
         if backing_off:
             return FiniteFinding(
                 reason="the sum over ranks overflows where each rank is finite: the loss scaler backs off"

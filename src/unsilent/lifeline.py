@@ -36,6 +36,7 @@ def together(world: World, journal: Journal, *shared: type[Exception]) -> Iterat
         if known is None and echo:
             known = world.watcher.wait_for_failure(10.0 if _sounds_like_a_connection(error) else 0.3)
         if known is not None:
+            journal.wait_for_exit(3.0)
             world.watcher.raise_if_failed()
         if world.size > 1:
             world.watcher.post(f"{type(error).__name__}: {error}")
@@ -67,6 +68,8 @@ class HeldSignal:
     def _handle(self, number: int, frame: object) -> None:
         self._world.watcher.wait_for_failure(2.0)
         self._world.watcher.raise_if_failed()
+        # Nobody had failed: somebody outside ends this rank, and peers that live on must not call it a crash.
+        self._world.watcher.post("it was ended by SIGTERM")
         self.release()
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -146,7 +146,8 @@ class FiniteEvidence:
     """Which ranks saw NaN or Inf: in the local gradients before the reduction, and in the reduced ones after it.
 
     ``scaler`` is True when a loss scaler is in use; ``streak`` counts the steps in a row, this one included, in which
-    the scaler had to back off; ``lone_streak`` how often in a row the same single rank overflowed alone.
+    the scaler had to back off; ``lone_streak`` how often in a row the same single rank overflowed alone. ``averaged``
+    says that what was reduced had been divided by the number of ranks, so that finite values cannot overflow in the sum.
     """
 
     step: int
@@ -156,6 +157,7 @@ class FiniteEvidence:
     scaler: bool = False
     streak: int = 0
     lone_streak: int = 0
+    averaged: bool = False
     tensors: tuple[str, ...] = ()
 
 

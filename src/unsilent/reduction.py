@@ -77,7 +77,7 @@ class Reduction:
         self._buckets: dict[int, Bucket] = {}
         self._kept: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
-        self._pending: list[torch.futures.Future[torch.Tensor]] = []
+        self._pending: list[Any] = []  # torch types an exception as a result
         self._observed: list[Any] = []
         if self.ddp is None:
             return
@@ -177,8 +177,8 @@ class Reduction:
                 self._kept[seen.index] = buffer.clone()
         except BaseException as error:  # noqa: BLE001 - nothing may raise inside a hook; the step reports it
             self.error = error
-        devices = [buffer.device] if buffer.is_cuda else []
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        devices: Any = [buffer.device] if buffer.is_cuda else []
+        future: Any = torch.futures.Future(devices=devices)
         with self._lock:
             self._pending.append(future)
         assert self.ddp is not None
@@ -187,7 +187,7 @@ class Reduction:
         work.get_future().add_done_callback(lambda done: self._complete(future, done))
         return future
 
-    def _complete(self, future: torch.futures.Future[torch.Tensor], done: Any) -> None:
+    def _complete(self, future: Any, done: Any) -> None:
         with self._lock:
             if future.done():
                 return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from unsilent.fingerprint import combine, sums_many
 from unsilent.generators import GeneratorStates, read_generators, write_generators
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+_MOST_WATCHED = 1 << 22  # elements of a parameter without gradient that is looked at for writes of the forward
 
 
 @dataclass
@@ -136,6 +137,12 @@ class Recorder:
         self._open: MicroBatch | None = None
         self.attributes: Attributes | None = None
         self.outside_state = ""
+        #: parameters that forwards write (codebooks), by name; captured as buffers are
+        self.written: dict[str, nn.Parameter] = {
+            n: p for n, p in inner.named_parameters() if not p.requires_grad and p.numel() <= _MOST_WATCHED
+        }
+        self._written_is_known = False
+        self._rows: torch.Tensor | None = None
         self._handle = inner.register_forward_pre_hook(self._before_forward)
 
     def begin_step(self, *, watch_attributes: bool) -> None:
@@ -143,6 +150,7 @@ class Recorder:
         self._micro_batches.clear()
         self.outside_state = ""
         self.attributes = Attributes(self.inner) if watch_attributes else None
+        self._rows = sums_many([p.detach() for p in self.inner.parameters()]) if watch_attributes else None
 
     def begin_micro_batch(self, batch: Any) -> None:
         """Copy the batch's tensors (a user may change them in place) and the generators."""
@@ -151,8 +159,28 @@ class Recorder:
 
     def end_step(self) -> None:
         self._open = None
+        if not self._written_is_known and self._micro_batches and self._micro_batches[0].buffers:
+            self._written_is_known = True
+            for name, parameter in list(self.written.items()):
+                if torch.equal(self._micro_batches[0].buffers[name], parameter.detach()):
+                    del self.written[name]
+                    for micro_batch in self._micro_batches:
+                        micro_batch.buffers.pop(name, None)
         if self.attributes is not None:
-            self.outside_state = self.attributes.changed()
+            self.outside_state = self.attributes.changed() or self._newly_written()
+
+    def _newly_written(self) -> str:
+        """A parameter that this forward wrote, which nobody had expected; from the next step on it is captured."""
+        assert self._rows is not None
+        rows = sums_many([p.detach() for p in self.inner.parameters()])
+        differs = (rows != self._rows).any(dim=1).tolist()
+        new = {
+            n: p
+            for (n, p), d in zip(self.inner.named_parameters(), differs, strict=True)
+            if d and n not in self.written
+        }
+        self.written |= new
+        return next(iter(new), "")
 
     def work(self, step: int) -> Work:
         """Everything captured since :meth:`begin_step`."""
@@ -163,7 +191,10 @@ class Recorder:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if self._open is not None and not self._open.buffers:
-            self._open.buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+            first = len(self._micro_batches) == 1
+            written = self.written if first else {}  # later micro-batches begin with what the ones before have written
+            state = {**dict(module.named_buffers()), **written}
+            self._open.buffers = {n: b.detach().clone() for n, b in state.items()}
             self._open = None
 
 
@@ -175,6 +206,7 @@ class Replayer:
         loss_fn: the user's function; called with ``inner`` in place of the wrapper.
         scale_loss: multiplies a loss by the scaler's scale, as the live step does; identity without a scaler.
         scale: what gradients are multiplied by after the backward, as the reduction did before they were recorded.
+        written: parameters that forwards write, by name; the recorder keeps it up to date.
     """
 
     def __init__(
@@ -184,11 +216,13 @@ class Replayer:
         *,
         scale_loss: Callable[[torch.Tensor], torch.Tensor],
         scale: float,
+        written: Mapping[str, nn.Parameter],
     ) -> None:
         self.inner = inner
         self.loss_fn = loss_fn
         self.scale_loss = scale_loss
         self.scale = scale
+        self.written = written
         self.running = False
 
     def run(self, work: Work, *, kernels: Kernels, start: Attributes | None = None) -> Execution:
@@ -252,7 +286,7 @@ class Replayer:
     def _preserved(self) -> Iterator[None]:
         """Put back generators, buffers, attributes and training flags, whatever happens."""
         generators = read_generators()
-        buffers = {n: b.detach().clone() for n, b in self.inner.named_buffers()}
+        buffers = {n: b.detach().clone() for n, b in {**dict(self.inner.named_buffers()), **self.written}.items()}
         attributes = Attributes(self.inner)
         training = [(m, m.training) for m in self.inner.modules()]
         self.running = True
@@ -270,7 +304,7 @@ class Replayer:
 
     def _restore_buffers(self, buffers: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            for name, buffer in self.inner.named_buffers():
+            for name, buffer in {**dict(self.inner.named_buffers()), **self.written}.items():
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.copy_(buffers[name])
 
@@ -307,5 +341,7 @@ def _leaf(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter over the same storage, with the same tensor hooks (they change gradients, so replays need them)."""
     leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     leaf._backward_hooks = parameter._backward_hooks
-    leaf.__dict__.update({k: v for k, v in vars(parameter).items() if not k.startswith("_")})
+    for key, value in vars(parameter).items():
+        if not key.startswith("_"):
+            setattr(leaf, key, value)
     return leaf

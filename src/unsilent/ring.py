@@ -161,7 +161,7 @@ class Ring:
             return Parcel(failure="its own step could not be read there", weights=weights)
         try:
             return Parcel(
-                work=pack(self.works[self.world.rank]),
+                work=pack(self.audit.to_send(self.works[self.world.rank])),
                 names=reading.names,
                 rows=reading.rows.cpu(),
                 weights=weights,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from unsilent.checkpoint import CheckpointStore, CheckRun, Status, Trust
+from unsilent.checkpoint import CheckpointStore, CheckRun, Status, Trust, attempts
 from unsilent.checkpoint.files import step_name
 from unsilent.errors import CheckpointError
 from unsilent.events import approved_nodes
@@ -34,10 +34,32 @@ class Standing:
         self._strikes: dict[int, int] = {}
         self._candidates: set[int] = set()
         self._stores: dict[Path, CheckpointStore] = {}
+        self._loaded: tuple[CheckpointStore, Path, int] | None = None
 
-    def begin_anew(self) -> None:
+    def begin_anew(self, store: CheckpointStore, path: Path, steps: int) -> None:
         """A checkpoint was loaded: what was found out about the state before no longer counts."""
         self.last_clean_vote = self.last_clean_audit = -1
+        self._loaded = (store, path, steps)
+
+    def not_finite_after_load(self, step: int) -> str:
+        """A bad number that no device made stops the run at ``step``; soon after a load it is held against the checkpoint.
+
+        Returns:
+            What became of the checkpoint, in words; "" when it is not concerned.
+        """
+        if self._loaded is None or step - self._loaded[2] >= attempts.SOON:
+            return ""
+        store, path, steps = self._loaded
+        try:
+            count, distrusted = store.failed_after_load(path, step)
+        except (OSError, CheckpointError) as error:
+            return f"that checkpoint {path} was loaded {step - steps} steps before could not be noted: {error}"
+        said = f"{path} was loaded {step - steps} steps before: attempt {count} of {attempts.LIMIT} at this step"
+        if distrusted:
+            self._candidates.discard(steps)
+            self._journal.write("trust_withdrawn", step, steps=[steps], path=str(path), reason=distrusted)
+            said += ", and it is not loaded any more"
+        return said
 
     # ---- devices -----------------------------------------------------------------------------------------------------
 
@@ -86,7 +108,7 @@ class Standing:
                     store.promote(steps)
                     path = str(store.root / step_name(steps))
                     self._journal.write(
-                        "checkpoint", steps, path=path, trust="certified", reason=f"audited at step {step}"
+                        "checkpoint", step, steps=steps, path=path, status="certified", reason=f"audited at step {step}"
                     )
         self._candidates.clear()
 
@@ -99,7 +121,7 @@ class Standing:
         """A checkpoint was written: remember a candidate, and distrust it at once where nothing can be certified."""
         if self.certifies_nothing:
             store.distrust(steps, self.certifies_nothing)
-            self._journal.write("trust_withdrawn", steps, paths=[str(path)], reason=self.certifies_nothing)
+            self._journal.write("trust_withdrawn", steps, steps=[steps], path=str(path), reason=self.certifies_nothing)
             self._journal.say(f"the checkpoint of step {steps} is not certified: {self.certifies_nothing}")
         elif status is Status.CANDIDATE:
             self._candidates.add(steps)
@@ -139,8 +161,8 @@ class Standing:
                 with contextlib.suppress(CheckpointError):
                     store.distrust(steps, lost.reason)
             if lost.distrusted:
-                paths = [str(store.root / step_name(steps)) for steps in lost.distrusted]
-                self._journal.write("trust_withdrawn", step, verdict=verdict, paths=paths, reason=lost.reason)
+                steps = list(lost.distrusted)
+                self._journal.write("trust_withdrawn", step, verdict=verdict, steps=steps, reason=lost.reason)
             self._candidates -= set(lost.distrusted)
         if self.last_clean_audit < step - 1 and not self.certifies_nothing:
             since = f"at step {self.last_clean_audit}" if self.last_clean_audit >= 0 else "never"

@@ -7,16 +7,19 @@ place get a clear error instead of each other's numbers.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from unsilent.environment import device_name, machine_identity, node_name, read_environment
 from unsilent.errors import RankFailure
@@ -42,11 +45,14 @@ class _Waiter:
                 errors.append(error)
             done.set()
 
-    def wait(self, work: Any, watcher: Watcher) -> None:
+    def wait(self, work: Any, watcher: Watcher, patience_s: float) -> None:
         done, errors = threading.Event(), list[BaseException]()
         self._jobs.put((work, done, errors))
+        deadline = time.monotonic() + patience_s
         while not done.wait(0.05):
             watcher.raise_if_failed()
+            if time.monotonic() > deadline:
+                raise TimeoutError
         if errors:
             watcher.raise_if_failed()
             raise errors[0]
@@ -68,6 +74,8 @@ class World:
         rank, size: in the job.
         places: where every rank runs; ``places[rank]`` is this one.
         watcher: tells when another rank has failed.
+        patience_s, impatience: after how long a wait for the others raises, and what it says then. Live ranks may take
+            their time, so there is no bound unless this rank knows a reason why the others may never come.
     """
 
     def __init__(
@@ -80,20 +88,20 @@ class World:
     ) -> None:
         self.device = device
         self.timeout_s = timeout_s
+        self.patience_s, self.impatience = math.inf, ""
         self.environment = read_environment(device)
         self.job_group = group
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
-        self.group: dist.ProcessGroup | None = None
+        self.group: Any = None
         store: Any = None
         if self.distributed:
             # Slow is not failed: a live rank may take its time (an evaluation, a slow disk), so this bound is long;
             # the watcher, not this timeout, decides who is gone.
             self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
             number = self.group.group_name
-            store = dist.distributed_c10d._get_default_store().clone()
-            store = dist.PrefixStore(f"unsilent/{number}", store)
+            store = c10d.PrefixStore(f"unsilent/{number}", c10d._get_default_store().clone())  # type: ignore[attr-defined]
         self._waiter = _Waiter() if self.distributed else None
         self.watcher = Watcher(None, rank=self.rank, size=self.size, pids=[], timeout_s=timeout_s)
         mine = (node_name(node), device_name(device), self.environment.digest, machine_identity(), os.getpid())
@@ -196,9 +204,11 @@ class World:
                 continue
             assert self._waiter is not None
             try:
-                self._waiter.wait(work, self.watcher)
+                self._waiter.wait(work, self.watcher, self.patience_s)
             except RankFailure:
                 raise
+            except TimeoutError:
+                raise RuntimeError(self.impatience) from None
             except Exception:
                 # A connection that broke means a peer went away: the watcher finds out which one.
                 if self.watcher.wait_for_failure(10.0) is not None:

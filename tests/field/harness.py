@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import io
 import random
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +21,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import unsilent
-from unsilent.attributes import Attributes
 from unsilent.generators import read_generators
 from unsilent.inventory import Inventory
 from unsilent.lab.faults import Fault
@@ -114,6 +115,7 @@ class Result:
     said: str
     coverage: str
     fired: int
+    last_step_s: float
 
     @property
     def only(self) -> Found:
@@ -148,7 +150,7 @@ def _train(rank: int, size: int, case: Case, said: io.StringIO) -> Result:
     error: BaseException | None = None
     injector: Injector | None = None
     coverage = ""
-    steps = 0
+    steps, began = 0, time.monotonic()
     with contextlib.ExitStack() as stack:
         if case.guarded:
             config = unsilent.GuardConfig(**{"node": f"node{rank}", **case.config})
@@ -166,6 +168,7 @@ def _train(rank: int, size: int, case: Case, said: io.StringIO) -> Result:
                     if case.before_step is not None:
                         case.before_step(session, step)
                     weights.append(_hash(p.detach() for p in inner.parameters()))
+                    began = time.monotonic()
                     if injector is not None:
                         injector.begin_step(step)
                     if session.guard is None:
@@ -182,10 +185,11 @@ def _train(rank: int, size: int, case: Case, said: io.StringIO) -> Result:
             error = caught
         except Exception as caught:  # noqa: BLE001 - the test asserts which one it was
             error = caught
+    seconds = time.monotonic() - began
     weights.append(_hash(p.detach() for p in inner.parameters()))
     return Result(
         bits=_bits(session), weights=weights, found=found, steps=steps, error=error, said=said.getvalue(),
-        coverage=coverage, fired=injector.fired if injector else 0,
+        coverage=coverage, fired=injector.fired if injector else 0, last_step_s=seconds,
     )  # fmt: skip
 
 
@@ -203,9 +207,31 @@ def _unguarded_step(session: Session, case: Case, scaler: torch.amp.GradScaler |
 
 def _bits(session: Session) -> str:
     entries = Inventory(session.inner, session.optimizer).entries()
-    attributes = [(name, key, value) for name, _, key, value in Attributes(session.inner)._saved]
-    plain = [f"{name}.{key}={value}" for name, key, value in attributes if not callable(value)]
-    return f"{_hash(e.tensor for e in entries)} {read_generators().digest[:8]} {_text('; '.join(plain))}"
+    own = "; ".join(f"{name}: {_plain(module)}" for name, module in session.inner.named_modules())
+    return f"{_hash(e.tensor for e in entries)} {read_generators().digest[:8]} {_text(own)}"
+
+
+def _plain(value: Any) -> str:
+    """Everything that a module or another object keeps in plain attributes, as text."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {_hash([value])}"
+    if isinstance(value, torch.Generator):
+        return _hash([value.get_state()])
+    if isinstance(value, random.Random):
+        return _text(repr(value.getstate()))
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return _text(repr(value.get_state()))
+    if isinstance(value, (list, tuple, deque, set)):
+        return f"{type(value).__name__}[{', '.join(map(_plain, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k}: {_plain(v)}' for k, v in value.items())}}}"
+    if isinstance(value, nn.Module):
+        extra = type(value).get_extra_state is not nn.Module.get_extra_state
+        own = {k: v for k, v in vars(value).items() if k not in vars(nn.Module())}
+        return _plain(own) + (_plain(value.get_extra_state()) if extra else "")
+    return "" if callable(value) else repr(value)
 
 
 def _hash(tensors: Any) -> str:

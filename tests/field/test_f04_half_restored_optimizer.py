@@ -17,9 +17,10 @@ def restore(session: Session, ranks: tuple[int, ...]) -> None:
         return
     kept = torch.get_rng_state()
     torch.manual_seed(7)
-    other = type(session.optimizer)(session.inner.parameters(), **{
-        k: v for k, v in session.optimizer.defaults.items() if k in ("lr", "betas", "momentum")
-    })
+    other = type(session.optimizer)(
+        session.inner.parameters(),
+        **{k: v for k, v in session.optimizer.defaults.items() if k in ("lr", "betas", "momentum")},
+    )
     for parameter in session.inner.parameters():
         parameter.grad = torch.randn_like(parameter)
     weights = [p.detach().clone() for p in session.inner.parameters()]
@@ -28,7 +29,9 @@ def restore(session: Session, ranks: tuple[int, ...]) -> None:
         for parameter, weight in zip(session.inner.parameters(), weights, strict=True):
             parameter.copy_(weight)
             parameter.grad = None
-    session.optimizer.load_state_dict(other.state_dict() | {"param_groups": session.optimizer.state_dict()["param_groups"]})
+    session.optimizer.load_state_dict(
+        other.state_dict() | {"param_groups": session.optimizer.state_dict()["param_groups"]}
+    )
     torch.set_rng_state(kept)
 
 

@@ -126,6 +126,29 @@ class OtherRandomness(nn.Module):
         return self.layer(x + noise).square().mean() * (1 + random.random())
 
 
+class _NoisyGradient(torch.autograd.Function):
+    """The value is passed on as it is; the gradient is scaled otherwise each time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (1 + random.SystemRandom().random())
+
+
+class UnrepeatableBackward(nn.Module):
+    """The loss repeats and the gradients do not, on any rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
+        return _NoisyGradient.apply(self.layer(x)).square().mean()
+
+
 class Unrepeatable(nn.Module):
     """Work that gives other bits each time, on every rank: its own source of noise outside all generators."""
 
@@ -150,6 +173,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "spectral norm": Spectral,
     "python and numpy randomness": OtherRandomness,
     "unrepeatable": Unrepeatable,
+    "unrepeatable backward": UnrepeatableBackward,
 }
 
 
@@ -186,6 +210,7 @@ class Result:
     losses: tuple[float, ...]
     found: tuple[tuple[int, str, str, tuple[int | None, ...]], ...]  # step, action, kind, ranks of suspects
     reasons: tuple[str, ...]
+    nodes: tuple[tuple[str | None, ...], ...]  # of the suspects, beside ``found``
     fired: int
     error: str
     said: str
@@ -230,7 +255,8 @@ def generators() -> str:
 def state_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Digests of everything that a run leaves behind."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    moments = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    states = [optimizer.state.get(p, {}) for p in inner.parameters()]
+    moments = [v for state in states for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]
     gradients = [(n, p.grad is None) for n, p in inner.named_parameters()]
     return {
         "weights": sha(*inner.parameters()),
@@ -264,7 +290,9 @@ def parts_of(job: Job, rank: int, step: int) -> list[Any]:
 
 def guard_of(job: Job, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> unsilent.Guard:
     node = job.nodes[rank] if job.nodes else f"n{rank}"
-    config = unsilent.GuardConfig(**{"audit_every": 2, "replicas_every": 2, "timeout_s": 20.0, "node": node} | job.config)
+    config = unsilent.GuardConfig(
+        **{"audit_every": 2, "replicas_every": 2, "timeout_s": 20.0, "node": node} | job.config
+    )
     return unsilent.Guard(model, optimizer, loss_of(job.autocast, rank), config=config, **more)
 
 
@@ -277,6 +305,7 @@ def train(rank: int, size: int, job: Job) -> Result:
     losses: list[float] = []
     found: list[Any] = []
     reasons: list[str] = []
+    nodes: list[tuple[str | None, ...]] = []
     error = ""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -298,6 +327,7 @@ def train(rank: int, size: int, job: Job) -> Result:
                         suspects = tuple(s.rank for s in outcome.verdict.suspects)
                         found.append((step, outcome.action.value, outcome.verdict.kind.value, suspects))
                         reasons.append(outcome.verdict.reason)
+                        nodes.append(tuple(s.node for s in outcome.verdict.suspects))
                 if injector is not None:
                     injector.after_update(step)
                 if guard is not None and job.save_to is not None and step + 1 == job.save_at:
@@ -307,16 +337,17 @@ def train(rank: int, size: int, job: Job) -> Result:
             verdict = raised.verdict
             found.append((step, type(raised).__name__, verdict.kind.value, tuple(s.rank for s in verdict.suspects)))
             reasons.append(verdict.reason)
+            nodes.append(tuple(s.node for s in verdict.suspects))
         parts = state_parts(model, optimizer)
         if injector is not None:
             injector.close()
         if guard is not None:
             guard.close()
     return Result(
-        parts=parts, losses=tuple(losses), found=tuple(found), reasons=tuple(reasons),
+        parts=parts, losses=tuple(losses), found=tuple(found), reasons=tuple(reasons), nodes=tuple(nodes),
         fired=0 if injector is None else injector.fired, error=error, said=said.getvalue(),
         coverage=() if guard is None else guard.coverage(),
-        counts={} if guard is None else dict(guard._counts),
+        counts={} if guard is None else guard.counts,
         strength="" if guard is None else guard.audit.strength.value,
     )  # fmt: skip
 
@@ -349,6 +380,11 @@ def plain_step(
     if scheduler is not None:
         scheduler.step()
     return torch.stack(losses).mean().item() if len(losses) > 1 else losses[0].item()
+
+
+def with_and_without_guard(rank: int, size: int, job: Job) -> tuple[Result, Result]:
+    """The job as it is, and the same without a guard but with the same fault."""
+    return train(rank, size, job), train(rank, size, replace(job, guarded=False, save_to=None))
 
 
 def both(rank: int, size: int, job: Job) -> tuple[Result, Result]:

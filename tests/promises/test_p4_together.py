@@ -156,6 +156,7 @@ def _broken_details(rank: int, size: int) -> tuple[int, list[str], str]:
     with contextlib.redirect_stderr(io.StringIO()):
         guard = guard_of(Job(config={"audit_every": 4}), rank, model, optimizer)
         if rank == 1:
+
             def broken() -> None:
                 raise ValueError("a bug of the guard")
 
@@ -250,7 +251,7 @@ def _must_name(directory: Path, victim: int) -> dict[str, Any]:
     """A survivor's own record on disk."""
     record = json.loads((directory / "exit.json").read_text())
     assert record["exit_code"] == 70 and record["rank_failure"]["rank"] == victim
-    events = [e for e in read(directory) if e.kind == "rank_failure"]
+    events = [e for e in read(directory).events if e.kind == "rank_failure"]
     assert [e.fields["failed_rank"] for e in events] == [victim]
     assert events[0].fields["rank"] != victim
     return record

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.console import Console
 from unsilent.errors import UsageError
 from unsilent.lab.demo import Clean, judge_row, play
 from unsilent.lab.pool import RankPool
-from unsilent.lab.scenarios import full_plan, quick_plan
+from unsilent.lab.scenarios import Plan, full_plan, quick_plan
 from unsilent.records import Action, Event
 from unsilent.report.text import render_text
 
@@ -31,7 +32,7 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def _play(plan, out: Path, pool: RankPool) -> tuple[int, str]:
+def _play(plan: Plan, out: Path, pool: RankPool) -> tuple[int, str]:
     screen = io.StringIO()
     code = play(plan, out, Console(file=screen, width=120), pool)
     return code, screen.getvalue()
@@ -89,13 +90,22 @@ def test_every_doubt_makes_a_row_wrong() -> None:
     assert (scenario.action, scenario.fault.rank, scenario.caught_step) == (Action.REPAIR, 1, 5)
     clean = Clean(unguarded="w", guarded="w", after_update=["w"], losses=[1.0])
 
-    def problems(*, steps=(5,), rank=1, node="node-1", kind="TRANSIENT", action="REPAIR", **answer) -> list[str]:
+    def problems(
+        *,
+        steps: Sequence[int] = (5,),
+        rank: int = 1,
+        node: str = "node-1",
+        kind: str = "TRANSIENT",
+        action: str = "REPAIR",
+        **answer: Any,
+    ) -> list[str]:
         fields = {"suspects": [{"rank": rank, "node": node}], "verdict": {"kind": kind}, "action": action}
         verdicts = [Event(kind="verdict", step=step, time=0.0, fields=fields) for step in steps]
         good = {"weights": ["w"], "saved": [8, 16, 24], "fired": 1, "changed": 1, "exit_code": 0, "resume_from": None}
         return judge_row(plan, scenario, [good, {**good, **answer}], verdicts, clean).problems
 
     assert problems() == []
+    wrong: dict[str, Any]
     for wrong in (
         {"steps": ()},
         {"steps": (6,)},

@@ -354,7 +354,7 @@ def bit_range(dtype: torch.dtype) -> range:
 
 def every_element(dtype: torch.dtype) -> Iterator[Case]:
     pick = random.Random(1)
-    for i in range(0, 6 * 1024):
+    for i in range(6 * 1024):
         yield flip([i], pick.randrange(1, 1 << len(bit_range(dtype))))
 
 

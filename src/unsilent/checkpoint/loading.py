@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unsilent.checkpoint import dcp, state, verification
+from unsilent.checkpoint import attempts, dcp, state, verification
 from unsilent.checkpoint.certificate import CERTIFICATE, Certificate, Problem, Status
 from unsilent.checkpoint.files import read_certificate
 from unsilent.checkpoint.listing import Saved
@@ -83,6 +83,9 @@ def examine(path: Path) -> tuple[list[Problem], Certificate | None]:
         certificate = read_certificate(path)
     except CheckpointError as error:
         return [Problem(path=str(path), file=CERTIFICATE, reason=str(error))], None
+    poisoned = attempts.exhausted(path)
+    if poisoned:
+        return [Problem(path=str(path), reason=f"it is distrusted: {poisoned}")], certificate
     if certificate is None:
         return [], None
     if certificate.status is Status.DISTRUSTED:

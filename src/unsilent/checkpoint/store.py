@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unsilent.checkpoint import dcp, files
+from unsilent.checkpoint import attempts, dcp, files
 from unsilent.checkpoint.certificate import Certificate, CheckRun, FileDigest, Status
 from unsilent.checkpoint.draft import Draft, Facts, draft, must_agree, own_fingerprints, share
 from unsilent.checkpoint.listing import Saved, checkpoints_in, load_order
@@ -111,7 +111,12 @@ class CheckpointStore:
 
         def publish() -> Path:
             digests = {file: digest for part in written for file, digest in sorted(part.items())}
-            files.write_certificate(partial, replace(certificate, files=digests))
+            final_certificate = replace(certificate, files=digests)
+            # One that replaces a poisoned one came from the same past, or will be superseded soon: it inherits.
+            poisoned = attempts.inherit(final, partial)
+            if poisoned:
+                final_certificate = final_certificate.with_status(Status.DISTRUSTED, poisoned)
+            files.write_certificate(partial, final_certificate)
             files.publish(partial, final)
             return final
 
@@ -198,6 +203,26 @@ class CheckpointStore:
 
         self._ranks.first(f"mark {path.name} as {status.value}", mark)
 
+    def failed_after_load(self, path: Path, step: int) -> tuple[int, str]:
+        """Hold it against the checkpoint at ``path`` that a run loaded from it failed at ``step``.
+
+        Returns:
+            How often it has happened by now, and why the checkpoint is distrusted from now on ("" while it is not).
+
+        Raises:
+            OSError: it cannot be written beside the checkpoint.
+        """
+
+        def count() -> tuple[int, str]:
+            number = attempts.add(path, step)
+            reason = attempts.exhausted(path)
+            certificate = files.read_certificate(path) if reason else None
+            if certificate is not None and certificate.status is not Status.DISTRUSTED:
+                files.write_certificate(path, certificate.with_status(Status.DISTRUSTED, reason))
+            return number, reason
+
+        return self._ranks.first(f"count a failure after loading {path.name}", count)
+
     def retain(self) -> list[int]:
         """Delete what is beyond ``keep``; returns the steps deleted. Saving does it too.
 
@@ -234,6 +259,7 @@ class CheckpointStore:
         scaler: Stateful | None = None,
         scheduler: Stateful | None = None,
         path: Path | str | None = None,
+        certified: bool = False,
     ) -> Loaded:
         """Load the newest checkpoint that is not distrusted and that verifies; nothing is copied before it has.
 
@@ -243,6 +269,7 @@ class CheckpointStore:
 
         Args:
             path: load this one and no other; so it is, too, when ``root`` itself is a checkpoint.
+            certified: pass over whatever is not certified.
 
         Raises:
             CheckpointError: nothing is left that can be loaded; the message says what was wrong with each.
@@ -250,5 +277,7 @@ class CheckpointStore:
             OSError: the directory cannot be read.
         """
         order = self._ranks.first("list the checkpoints", lambda: load_order(self.root, path))
+        if certified:
+            order = [saved for saved in order if saved.status is Status.CERTIFIED]
         live = Live(inventory, scaler, scheduler)
         return load_first_good(order, live, self._ranks, self.root if path is None else Path(path))

@@ -19,7 +19,7 @@ from unsilent.checks.protocol import Coverage, Moment
 from unsilent.fingerprint import sums_many
 from unsilent.records import AuditEvidence, Execution, Place, Site
 from unsilent.reduction import Bucket
-from unsilent.replay import Reading, Recorder, read_execution
+from unsilent.replay import Reading, Recorder, Work, read_execution
 
 
 class Strength(str, Enum):
@@ -62,6 +62,7 @@ class Audit:
         recorder: holds the capture of the live step.
         auditors: for each rank, who audits it; None where nobody can.
         reduces: whether buckets are reduced; without, local gradients are read from ``.grad``.
+        scale: what local gradients are multiplied by before they are reduced.
     """
 
     name = "audit"
@@ -78,12 +79,13 @@ class Audit:
         places: Sequence[Place],
         period: int,
         reduces: bool,
+        scale: float = 1.0,
     ) -> None:
         self.period = period
         self.config = config
         self.strength = Strength.BITWISE
         self._inner, self._recorder, self._rank, self._reduces = inner, recorder, rank, reduces
-        self.auditors, self._places = auditors, places
+        self.auditors, self._places, self._scale = auditors, places, scale
         self._rows: dict[int, torch.Tensor] = {}
         self._micro_rows: dict[int, torch.Tensor] = {}
         self._micro_batch: int | None = None
@@ -102,6 +104,8 @@ class Audit:
         ]
         nodes = len({p.node for p in self._places})
         blind = "one-shot errors in steps that are not audited"
+        if self.config.micro_batch == "rotating":
+            blind += ", and in micro-batches whose turn it is not"
         if not partners:
             blind += "; no other rank can audit: a device that repeats its error is not seen"
         elif nodes < 3:
@@ -135,7 +139,8 @@ class Audit:
 
     def rotate(self, step: int, micro_batches: int) -> int | None:
         """The micro-batch whose turn it is, None when the accumulated gradient is audited."""
-        if self.config.micro_batch == "rotating" and micro_batches > 1 and self._due:
+        ring = all(auditor is not None for auditor in self.auditors)
+        if self.config.micro_batch == "rotating" and micro_batches > 1 and self._due and ring:
             self._micro_batch = (step // max(self.period, 1)) % micro_batches
         return self._micro_batch
 
@@ -143,6 +148,10 @@ class Audit:
     def rotating(self) -> bool:
         """Whether this step is compared by one micro-batch only."""
         return self._micro_batch is not None
+
+    def to_send(self, work: Work) -> Work:
+        """What of this rank's work its auditor needs."""
+        return work if self._micro_batch is None else work.only(self._micro_batch)
 
     def all_micro_batches(self) -> None:
         """An alarm: from now on this step is compared by its accumulated gradient, since a sum cannot be undone."""
@@ -303,7 +312,7 @@ class Audit:
 
         def see(gradient: torch.Tensor) -> None:
             if self._micro_batch is not None and self._listening and id(parameter) not in self._micro_rows:
-                self._micro_rows[id(parameter)] = sums_many([gradient.detach()])[0]
+                self._micro_rows[id(parameter)] = sums_many([gradient.detach() * self._scale])[0]
 
         return see
 

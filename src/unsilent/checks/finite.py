@@ -33,14 +33,18 @@ class Finite:
         inventory: of the inner module.
         reduces: whether gradients are reduced at all; without, the local gradients are read after the backward.
         scaler: whether a loss scaler is in use, so that an overflow may be its normal search.
+        averages: whether gradients are divided by the number of ranks before they are summed.
     """
 
     name = "finite"
     sites: tuple[Site, ...] = (Site.GRADIENT, Site.REDUCTION)
     period = 1
 
-    def __init__(self, inventory: Inventory, config: FiniteConfig, *, reduces: bool, scaler: bool) -> None:
+    def __init__(
+        self, inventory: Inventory, config: FiniteConfig, *, reduces: bool, scaler: bool, averages: bool = False
+    ) -> None:
         self._inventory, self._config, self._reduces, self._scaler = inventory, config, reduces, scaler
+        self._averages = averages
         self._local: list[torch.Tensor] = []
         self._reduced: list[torch.Tensor] = []
         self._streak = 0
@@ -112,6 +116,7 @@ class Finite:
                 scaler=self._scaler,
                 streak=self._streak,
                 lone_streak=self._lone,
+                averaged=self._averages,
                 tensors=next((names for _, _, names in details if names), ()),
             ),
         )

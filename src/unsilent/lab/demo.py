@@ -322,7 +322,7 @@ def _introduction(plan: Plan) -> Text:
 
 
 def _table(plan: Plan, clean: Clean, rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="What happened", title_justify="left", title_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, title="What happened", title_justify="left", title_style="bold", leading=1)
     table.add_column("fault")
     table.add_column("began\nat step", justify="right")
     table.add_column("caught\nat step", justify="right")

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unsilent.checkpoint import Status, checkpoints_in
 from unsilent.config import GuardConfig
-from unsilent.errors import CheckpointError, UsageError
+from unsilent.errors import UsageError
 from unsilent.events import excluded_nodes, plain, read, write_exit
 from unsilent.guard import Guard, Outcome
 from unsilent.records import Action
@@ -317,29 +317,21 @@ class Trainer:
         return self._guard
 
     def _resume(self) -> None:
-        """Load the newest certified checkpoint that verifies. Candidates are passed over: nothing vouches for them."""
+        """Load the newest certified checkpoint that verifies. Candidates are passed over: nothing vouches for them.
+
+        Raises:
+            CheckpointError: there are certified ones, and none of them verifies; to begin anew would hide that.
+        """
         guard, root = self._guard, self.options.checkpoints
         if guard is None or not self.options.resume:
             return
         saved = checkpoints_in(root) if self.ranks.rank == 0 else []
         saved = guard.world.gather(saved, step=0, tag=3)[0]
-        certified = [s.path for s in reversed(saved) if s.status is Status.CERTIFIED]
-        if saved and not certified:
+        if any(one.status is Status.CERTIFIED for one in saved):
+            self.result.resumed_from = guard.load(root, certified=True)
+            self._notice(f"resumed from {root}: {guard.steps} steps are done")
+        elif saved:
             self._notice(f"{root} holds no certified checkpoint: the run begins at step 0")
-        problems: list[str] = []
-        for path in certified:
-            try:
-                self.result.resumed_from = guard.load(path)
-            except CheckpointError as error:
-                problems.append(str(error))
-                self._notice(f"passed over: {error}")
-            else:
-                self._notice(f"resumed from {path}: {guard.steps} steps are done")
-                return
-        if problems:
-            raise CheckpointError(
-                f"no certified checkpoint in {root} verifies, or start with --no-resume: {problems[0]}"
-            )
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -450,7 +442,7 @@ class Trainer:
 
     def _notice(self, text: str) -> None:
         if self._guard is not None:
-            self._guard.journal.write("notice", self.steps, reason=text)
+            self._guard.journal.write("notice", self.steps, text=text)
             self._guard.journal.say(text)
         elif self.ranks.rank == 0:
             print(f"unsilent: {text}", file=sys.stderr, flush=True)

@@ -52,7 +52,7 @@ def join(ranks: Ranks) -> None:
         # Read when CUDA starts; without it matmuls may not repeat.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(ranks.device)
-    if ranks.size > 1:
+    if ranks.size > 1 and not dist.is_initialized():
         dist.init_process_group(ranks.backend)
 
 

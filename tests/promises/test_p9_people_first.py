@@ -1,0 +1,107 @@
+"""P9: observe changes nothing; act repairs; a node is taken out when a person has said so, or where ``auto`` is chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unsilent
+from tests.promises.job import Job, batch_of, build, guard_of, plain_step, state_parts, with_and_without_guard
+from unsilent.events import approve, excluded_nodes, read
+from unsilent.lab.faults import Fault
+from unsilent.lab.inject import Injector
+from unsilent.lab.pool import RankPool
+
+STUCK = {"pattern": "stuck_lane", "add": 0.01, "every": 16}
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "forward": (
+        {"site": "forward", "target": "layers.2", "pattern": "scale", "factor": 2.0, "rank": 1, "step": 3}, "REPAIR",
+    ),
+    "persistent": ({"site": "forward", "target": "layers.2", **STUCK, "rank": 1, "from_step": 3}, "REPAIR"),
+    "weight": (
+        {"site": "weight", "target": "layers.2.weight", "pattern": "bit_flip", "bit": 20, "rank": 1, "step": 3}, "HEAL",
+    ),
+    "NaN": ({"site": "reduction", "pattern": "nan", "step": 3}, "RECOMPUTE"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "would"), FAULTS.values(), ids=FAULTS.keys())
+def test_observe_records_what_it_would_do_and_changes_no_bit(
+    pool3: RankPool, tmp_path: Path, fault: dict[str, Any], would: str
+) -> None:
+    """The twin is an unguarded run with the same fault. A NaN of the reduction needs the hook, so it has no twin."""
+    config = {"mode": "observe", "directory": str(tmp_path), "replicas_every": 1}
+    for observed, plain in pool3.results(with_and_without_guard, Job(fault=fault, config=config)):
+        assert observed.found and {action for _, action, _, _ in observed.found} == {"CONTINUE"}
+        assert observed.error == ""
+        if fault["site"] != "reduction":
+            assert observed.parts == plain.parts and observed.losses == plain.losses
+    verdicts = [e for e in read(tmp_path).events if e.kind == "verdict"]
+    assert verdicts[0].fields["would"] == would and verdicts[0].fields["action"] == "CONTINUE"
+    assert excluded_nodes(tmp_path) == {} and not [e for e in read(tmp_path).events if e.kind == "action"]
+    assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 0
+
+
+def _stuck(rank: int, size: int, directory: str, quarantine: str, approve_at: int) -> dict[str, Any]:
+    """A lane of rank 2 is stuck from step 3, an audit step, on."""
+    model, inner, optimizer = build(Job(), rank)
+    config = {"directory": directory, "quarantine": quarantine}
+    actions: list[tuple[int, str]] = []
+    error: dict[str, Any] = {}
+    with contextlib.redirect_stderr(io.StringIO()):
+        guard = guard_of(Job(config=config), rank, model, optimizer)
+        fault = Fault(site="forward", target="layers.2", **STUCK, rank=2, from_step=3)
+        injector = Injector(inner, optimizer, fault, rank=rank, world_size=size,
+                            replaying=lambda: guard.replayer.running)  # fmt: skip
+        try:
+            for step in range(12):
+                if step == approve_at and rank == 0:
+                    approve(directory, "n2")
+                injector.begin_step(step)
+                outcome = guard.step(batch_of(rank, step))
+                if outcome.verdict is not None:
+                    actions.append((step, outcome.action.value))
+                    assert outcome.verdict.kind is unsilent.Kind.PERSISTENT
+        except unsilent.Quarantine as raised:
+            error = {"code": raised.exit_code, "node": raised.verdict.suspects[0].node, "step": raised.verdict.step}
+        reached, parts = guard.steps, state_parts(model, optimizer)
+        injector.close()
+        guard.close()
+        twin, _, other = build(Job(), rank)
+        for step in range(reached):
+            plain_step(Job(), rank, step, twin, other, scaler=None, scheduler=None, clip_norm=None)
+        clean = state_parts(twin, other)
+    same = [part for part in ("weights", "moments") if parts[part] == clean[part]]
+    return {"actions": actions, "error": error, "steps": reached, "same": same}
+
+
+def test_ask_repairs_every_step_until_somebody_approves(pool3: RankPool, tmp_path: Path) -> None:
+    for told in pool3.results(_stuck, str(tmp_path), "ask", 8):
+        assert told["actions"] == [(step, "REPAIR") for step in range(3, 8)]
+        assert told["error"] == {"code": 11, "node": "n2", "step": 8}
+        assert told["steps"] == 8 and told["same"] == ["weights", "moments"]
+    assert set(excluded_nodes(tmp_path)) == {"n2"}
+    record = json.loads((tmp_path / "exit.json").read_text())
+    assert record["exit_code"] == 11 and record["verdict"]["suspects"][0]["node"] == "n2"
+    kinds = [e.kind for e in read(tmp_path).events]
+    assert kinds.count("ask") == 1 and kinds.count("quarantine") == 1
+
+
+def test_ask_without_an_answer_goes_on_for_ever(pool3: RankPool, tmp_path: Path) -> None:
+    for told in pool3.results(_stuck, str(tmp_path), "ask", 99):
+        assert told["actions"] == [(step, "REPAIR") for step in range(3, 12)]
+        assert told["error"] == {} and told["steps"] == 12 and told["same"] == ["weights", "moments"]
+    assert excluded_nodes(tmp_path) == {}
+
+
+def test_auto_takes_the_node_out_at_the_second_verdict(pool3: RankPool, tmp_path: Path) -> None:
+    for told in pool3.results(_stuck, str(tmp_path), "auto", 99):
+        assert told["actions"] == [(3, "REPAIR")]
+        assert told["error"] == {"code": 11, "node": "n2", "step": 4}
+        assert told["same"] == ["weights", "moments"]
+    assert set(excluded_nodes(tmp_path)) == {"n2"}
