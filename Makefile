@@ -52,7 +52,7 @@ false-alarms: $(STAMP)
 	@$(BIN)/python benchmarks/false_alarms_bench.py --out out/false-alarms
 
 gpu-check: $(STAMP)
-	@$(BIN)/python benchmarks/gpu_check.py --out docs/results/gpu-check.json
+	@$(BIN)/python benchmarks/gpu_check.py --out docs/results
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,6 +1,6 @@
 """Speed of the fingerprint on the CPU beside torch's own reductions.
 
-    python benchmarks/fingerprint_bench.py --mib 256 --json fingerprint.json
+    python benchmarks/fingerprint_bench.py --mib 256 --out out/bench
 
 All candidates take turns in every round, so that a busy machine slows them alike; the median over rounds is reported
 in GB/s of the tensor read. The last line of the output is one JSON object.
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mib", type=int, default=256, help="size of the fp32 tensor in MiB (3636 is 953 M values)")
     parser.add_argument("--repeats", type=int, default=11, help="rounds")
     parser.add_argument("--quick", action="store_true", help="4 MiB and 2 rounds, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the JSON object to this file")
+    parser.add_argument("--out", type=Path, help="also write fingerprint.json into this folder")
     options = parser.parse_args(arguments)
     mib, repeats = (4, 2) if options.quick else (options.mib, options.repeats)
     result = {
@@ -110,8 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "repeats": repeats,
         **measure(mib, repeats),
     }
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "fingerprint.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
 
 

@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.preset, options.cycles, options.default_steps, options.length = "tiny", 3, 6, 32
+        options.preset, options.cycles, options.default_steps, options.length = "tiny", 2, 4, 32
     shape = (options.preset, options.batch, options.length)
     with RankPool(options.ranks) as pool:
         by_kind = pool.results(alternate, *shape, CYCLE * options.cycles, False, timeout=7200)

@@ -40,10 +40,6 @@ class Agreed:
     def differs(self, check: str, digest: str) -> bool:
         return (check, digest) in self.differing
 
-    @property
-    def clean(self) -> bool:
-        return not self.flags and not self.differing
-
 
 @dataclass
 class Agreement:

@@ -29,9 +29,10 @@ class GuardConfig:
         timeout_s: seconds within which every rank ends or raises once one has failed.
         on_guard_error: a fault in the guard itself switches the check off on all ranks (``"disable"``) or raises.
         on_inconclusive: what to do when nobody can tell the right value.
-        node: the name of this host, see DESIGN; None takes it from the environment.
+        node: the name of this host; None takes ``UNSILENT_NODE``, ``NODE_NAME``, ``SLURMD_NODENAME`` or the host's name.
         replicated_buffers: names of buffers that all ranks must hold alike; others may differ (BatchNorm).
-        keep_checkpoints: how many checkpoints are kept besides the newest certified one.
+        keep_checkpoints: how many checkpoints are kept, the newest certified one among them: that one and the one just
+            written always stay. One without a certificate is not counted, and not deleted to make room.
         require_localization: refuse to start where a persistent fault could not be pinned on one node.
     """
 
@@ -71,3 +72,5 @@ class GuardConfig:
                 raise UsageError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
         if self.recomputes < 0 or self.timeout_s <= 0:
             raise UsageError("recomputes must not be negative and timeout_s must be positive")
+        if self.keep_checkpoints < 1:
+            raise UsageError(f"keep_checkpoints is {self.keep_checkpoints}: at least one checkpoint must be kept")

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from unsilent.agreement import Agreed, Agreement, Declaration
-from unsilent.checkpoint import Certificate
+from unsilent.checkpoint import Certificate, Status
 from unsilent.checkpoint import attach as attach_certificate
 from unsilent.checkpoint import certify as certify_state
 from unsilent.checkpoint import may_publish as may_publish_certificate
@@ -51,13 +51,13 @@ from unsilent.inquiry import Finding, Inquiry
 from unsilent.inventory import Inventory
 from unsilent.journal import Journal
 from unsilent.judge import judge_counters
-from unsilent.lifeline import HeldSignal, close_at_exit, together
+from unsilent.lifeline import HeldSignal, close_at_exit, tell_at_end, together
 from unsilent.localize import audit_ring
-from unsilent.policy import Policy
+from unsilent.policy import decide
 from unsilent.records import Action, CounterEvidence, Decision, Kind, Site, Verdict
 from unsilent.recovery.heal import heal
 from unsilent.recovery.rebuild import Share, rebuild
-from unsilent.reduction import Bucket, Reduction, check_supported
+from unsilent.reduction import Bucket, Reduction, check_supported, unwrap
 from unsilent.replay import MicroBatch, Recorder, Replayer, Work, pack
 from unsilent.ring import Ring
 from unsilent.schedule import Schedule
@@ -65,7 +65,8 @@ from unsilent.standing import Standing
 from unsilent.world import World
 
 _PHASE_UPDATE, _PHASE_SAVE, _PHASE_END = 1, 2, 3
-_TAG_DETAILS, _TAG_EVIDENCE, _TAG_LOAD = 10, 11, 12
+#: what a message of the guard itself is about; inquiry, ring and standing have numbers of their own
+_TAG_RUN, _TAG_DETAILS, _TAG_ERRORS, _TAG_ENDED, _TAG_SENDABLE = 2, 10, 12, 14, 15
 
 #: What calibration tries, best first; each needs the work to repeat, and the last compares nothing.
 _LADDER = (
@@ -119,7 +120,7 @@ class Guard:
         clip_norm: float | None = None,
         config: GuardConfig | None = None,
     ) -> None:
-        check_supported(model)
+        check_supported(model, optimizer)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.scaler, self.scheduler, self.clip_norm = scaler, scheduler, clip_norm
         self.config = config or GuardConfig()
@@ -127,40 +128,63 @@ class Guard:
         self.last_due: frozenset[str] = frozenset()  # the scheduled checks that the last step ran
 
         self._observers: list[Any] = []
-        inner = getattr(model, "module", model) if hasattr(model, "reducer") else model
-        parameters = [p for p in inner.parameters() if p.requires_grad]
+        self._taken = contextlib.ExitStack()  # hooks, handlers and files, given back in detach()
+        self._made_during = id(sys.exc_info()[1])  # what was being handled already when this guard was made
+        ddp, self.inner = unwrap(model)
+        parameters = [p for p in self.inner.parameters() if p.requires_grad]
         if not parameters:
             raise UsageError("the model has no parameter that requires a gradient: there is nothing to guard")
+        self._check_names()
+        self.inventory = Inventory(self.inner, optimizer, replicated_buffers=frozenset(self.config.replicated_buffers))
         self.world = World(
             parameters[0].device,
-            group=getattr(model, "process_group", None),
+            group=None if ddp is None else ddp.process_group,
             node=self.config.node,
             timeout_s=self.config.timeout_s,
         )
-        self.reduction = Reduction(model, self._observers, self.world.watcher)
-        self.inner = self.reduction.inner
-        self._check_names()
-        self.inventory = Inventory(self.inner, optimizer, replicated_buffers=frozenset(self.config.replicated_buffers))
-        self.recorder = Recorder(self.inner)
-        self.replayer = Replayer(
-            self.inner, loss_fn, scale_loss=self._scale_loss, scale=self.reduction.scale, written=self.recorder.written
-        )
-        run_id = self.world.gather(os.urandom(4).hex(), step=0, tag=2)[0]
-        self.journal = Journal(
+        try:
+            self.journal = self._open_journal()
+            with together(self.world, self.journal, UsageError):
+                self._take_over()
+        except BaseException:
+            self.detach(together=False)
+            raise
+
+    def _open_journal(self) -> Journal:
+        run_id = self.world.gather(os.urandom(4).hex(), step=0, tag=_TAG_RUN)[0]
+        journal = Journal(
             self.config.directory,
             rank=self.world.rank,
             run_id=run_id,
             evidence=self.config.evidence,
             device=self.world.place.device if self.world.device.type == "cuda" else None,
         )
-        self._auditors = audit_ring(self.world.places)
+        self._taken.callback(journal.close)
+        journal.started()
+        self.world.watcher.set_record(journal.rank_failed)
+        return journal
+
+    def _take_over(self) -> None:
+        """Put hooks, checks and handlers in place."""
         if self.config.require_localization:
             self._require_localization()
-
+        self.reduction = Reduction(self.model, self._observers, self.world.watcher)
+        self._taken.callback(self.reduction.close)
+        self.recorder = Recorder(self.inner)
+        self._taken.callback(self.recorder.close)
+        self.replayer = Replayer(
+            self.inner,
+            self.loss_fn,
+            scale_loss=self._scale_loss,
+            scale=self.reduction.scale,
+            written=self.recorder.written,
+            traffic=self.world.job_traffic,
+        )
+        self._auditors = audit_ring(self.world.places)
         reduces = self.reduction.ddp is not None
         self.finite = Finite(
-            self.inventory, self.config.finite, reduces=reduces, scaler=scaler is not None,
-            averages=self.reduction.hooked,
+            self.inventory, self.config.finite, reduces=reduces, scaler=self._scales,
+            averages=self.reduction.hooked, clips=self.clip_norm is not None and not self._scales,
         )  # fmt: skip
         self.replicas = Replicas(
             self.inventory, self._counters, period=self.config.replicas_every or 0, reduces=reduces
@@ -176,9 +200,14 @@ class Guard:
             reduces=reduces,
             scale=self.reduction.scale,
         )
+        self._taken.callback(self.audit.close)
         self.ring = Ring(self.world, self.replayer, self.audit, self._auditors)
         self.standing = Standing(
-            self.world, self.journal, directory=self.config.directory, keep=self.config.keep_checkpoints
+            self.world,
+            self.journal,
+            directory=self.config.directory,
+            keep=self.config.keep_checkpoints,
+            observe=self.config.mode == "observe",
         )
         every: tuple[Check, ...] = (self.finite, self.replicas, self.audit)
         self.checks = {check.name: check for check in every}
@@ -188,23 +217,19 @@ class Guard:
             self.checks,
             self.finite,
             self.audit,
-            weights_digest=self.replicas.weights_digest,
+            weights_digest=lambda: self.replicas.weights_digest(self.recorder.rows),
             outside_state=lambda: self.recorder.outside_state,
             unreduced=self._unreduced_names,
             attempt=self._try,
         )
         self._observers += [_Guarded(self, check) for check in self.checks.values()]
+        self._taken.callback(self._observers.clear)
         declarations = {name: check.declares() for name, check in self.checks.items()}
         errors = tuple(f"error.{name}" for name in self.checks)
         declarations["guard"] = Declaration(flags=("unreduced", *errors))
         self._agreement = Agreement(declarations)
         periods = {"audit": self.config.audit_every, "replicas": self.config.replicas_every}
         self._schedule = Schedule({name: period for name, period in periods.items() if period is not None})
-        self._policy = Policy(
-            mode=self.config.mode,
-            quarantine=self.config.quarantine,
-            on_inconclusive=self.config.on_inconclusive,
-        )
 
         self._rung = 0  # of _LADDER
         self._calibrate_in = 1  # steps until the next calibration: after the first update, when its memory exists
@@ -215,10 +240,8 @@ class Guard:
         self._counts: dict[str, int] = dict.fromkeys(self.checks, 0)
         self._alarms: Counter[str] = Counter()
 
-        self.journal.started()
-        self.world.watcher.set_record(self.journal.rank_failed)
-        self._sigterm = HeldSignal(self.world)
-        self._at_exit = close_at_exit(self)
+        self._taken.callback(HeldSignal(self.world).release)
+        self._taken.callback(atexit.unregister, close_at_exit(self))
         self._announce()
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -280,7 +303,7 @@ class Guard:
         audited = "audit" in moment.due
         self.recorder.begin_step(watch_attributes=audited)
         if self._calibrate_in != 0:  # calibration compares the whole
-            self.audit.rotate(moment.step, len(parts))
+            self._rotate(moment, len(parts))
         losses: list[torch.Tensor] = []
         keep = audited and self.config.mode == "act"
         with self.reduction.step(keep=keep), running_with(kernels):
@@ -297,6 +320,13 @@ class Guard:
         self.recorder.end_step()
         return losses
 
+    def _rotate(self, moment: Moment, parts: int) -> None:
+        """Audit one micro-batch, if so configured; only where all ranks have equally many, so that all take the same."""
+        if self.config.audit.micro_batch != "rotating" or "audit" not in moment.due:
+            return
+        if len(set(self.world.gather(parts, step=moment.step, tag=_TAG_DETAILS))) == 1:
+            self.audit.rotate(moment.step, parts)
+
     def _check(self, moment: Moment, losses: list[torch.Tensor], kernels: Kernels) -> tuple[Action, Verdict | None]:
         """Checks, agreement, and on an alarm: find out, decide, act; until the step is clean or must not go on."""
         self._expect_others()
@@ -309,12 +339,18 @@ class Guard:
             self._try(name, lambda check=check: check.before_update(moment))
         first_verdict: Verdict | None = None
         first_action = Action.CONTINUE
-        for attempt in range(self.config.recomputes + 1):
+        # One look more than actions, so that whatever the last of them did is looked at too.
+        for attempt in range(self.config.recomputes + 2):
             agreed = self._agree(moment.step, _PHASE_UPDATE)
+            if agreed.raised("audit", "communicates") and self.audit.strength is not Strength.OFF:
+                self._stop_auditing(moment)
             findings = self.inquiry.find(agreed, moment, losses)
             if not findings:
                 self._note_clean(moment, agreed, repaired=first_verdict is not None)
                 break
+            if attempt > self.config.recomputes:
+                assert first_verdict is not None
+                self._stop(first_verdict, f"{attempt} repairs and recomputations did not give a clean step")
             decided = [(f, self._decide(f, moment, self.config.recomputes - attempt)) for f in findings]
             finding, decision = max(decided, key=lambda pair: _SEVERITY[pair[1].would or pair[1].action])
             self._record(decided, moment)
@@ -322,16 +358,13 @@ class Guard:
                 first_verdict, first_action = finding.verdict, decision.action
             begin = time.perf_counter()
             if not self._act(finding, decision, [f for f, _ in decided], moment, losses):
-                self._note_unclean(moment, agreed, findings)
+                self._note_unclean(moment, agreed)
                 break
             seconds = time.perf_counter() - begin
             self.journal.write(
                 "action", moment.step, verdict=finding.verdict, action=decision.action, seconds=seconds,
                 reason=decision.reason,
             )  # fmt: skip
-        else:
-            assert first_verdict is not None
-            self._stop(first_verdict, f"{self.config.recomputes} recomputations in a row did not give a clean step")
         if "audit" in moment.due and self._calibrate_in == 0:
             self._calibrate_in = -1
             self._announce_calibration(moment.step)
@@ -342,17 +375,19 @@ class Guard:
         self.reduction.forget()
         ran: list[bool] = []
         told = self.optimizer.register_step_post_hook(lambda *_: ran.append(True))
-        if self.scaler is not None:
-            if self.clip_norm is not None:
-                self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip_norm)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            if self.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip_norm)
-            self.optimizer.step()
-        told.remove()
+        try:
+            if self.scaler is not None:
+                if self.clip_norm is not None:
+                    self.scaler.unscale_(self.optimizer)
+                    nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip_norm)
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                if self.clip_norm is not None:
+                    self._clip(self.clip_norm)
+                self.optimizer.step()
+        finally:
+            told.remove()
         if self.scheduler is not None:
             self.scheduler.step()
         for name, check in self.checks.items():
@@ -361,6 +396,13 @@ class Guard:
         self._first = False
         if self._calibrate_in > 0:
             self._calibrate_in -= 1
+
+    def _clip(self, most: float) -> None:
+        """What ``clip_grad_norm_`` does, with the norm that the finite check has computed already."""
+        if "finite" in self.checks and self.finite.total_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.inner.parameters(), most, self.finite.total_norm)
+        else:
+            nn.utils.clip_grad_norm_(self.inner.parameters(), most)
 
     # ---- finding out -------------------------------------------------------------------------------------------------
 
@@ -394,18 +436,25 @@ class Guard:
         nodes = {s.node for s in verdict.suspects if s.node is not None}
         reducible = self.reduction.hooked or self.reduction.ddp is None
         in_state = verdict.site in (Site.WEIGHTS, Site.OPTIMIZER_STATE)
-        decision = self._policy.decide(
+        decision = decide(
             verdict,
-            strikes=self.standing.strikes(verdict),
+            mode=self.config.mode,
+            quarantine=self.config.quarantine,
+            on_inconclusive=self.config.on_inconclusive,
+            strikes=self.standing.strikes(verdict, before=moment.step),
             recomputes_left=recomputes_left if reducible else 0,
             repair_possible=bool(finding.shares) and reducible,
             # Nobody can have used the wrong state before it read clean: at the last step, or before the first one.
-            heal_allowed=in_state and reducible and (moment.first or self.standing.last_clean_vote >= moment.step - 1),
+            heal_allowed=in_state
+            and reducible
+            and (moment.first or self.standing.last_clean_vote >= moment.step - 1)
+            and self._can_heal(finding),
             approved=bool(nodes & self.standing.approved()),
             recorded_is_right=finding.recorded_is_right,
             harmless=finding.harmless,
         )
-        must_not_pass = finding.bad_number and not finding.harmless
+        # A loss scaler skips such an update by itself.
+        must_not_pass = finding.bad_number and not finding.harmless and not self._scales
         if decision.action is Action.CONTINUE and must_not_pass and self.config.mode == "act":
             # P5: what is not finite never reaches the optimizer, whoever made it.
             if recomputes_left > 0 and reducible:
@@ -424,11 +473,13 @@ class Guard:
             self._keep_evidence(finding, moment)
             if verdict.check == "replicas" and verdict.kind is Kind.INCONCLUSIVE and self.inquiry.unlike_replicas:
                 self.journal.write("check_degraded", moment.step, check="replicas", reason=verdict.reason)
+            if would is not decision.action:
+                self.standing.unrepaired(verdict, moment.step)
             if verdict.kind is not Kind.PERSISTENT:
                 continue
             self.standing.strike(verdict, moment.step)
             nodes = {s.node for s in verdict.suspects if s.node is not None}
-            second = self.standing.strikes(verdict) > 1
+            second = self.standing.strikes(verdict, before=moment.step) >= 1
             if second and would is not Action.QUARANTINE and nodes - self.standing.pending:
                 self.standing.pending |= nodes
                 self.journal.write("ask", moment.step, verdict=verdict, action=Action.QUARANTINE)
@@ -447,9 +498,7 @@ class Guard:
             self._quarantine(verdict)
         if action is Action.STOP:
             if verdict.kind is Kind.INCONCLUSIVE:
-                raise self._ended(
-                    Inconclusive(verdict.reason, verdict=verdict, resume_from=self.standing.resume_from())
-                )
+                self._stop_undecided(verdict)
             poisoned = verdict.kind is Kind.SOFTWARE and finding.bad_number
             held = self.standing.not_finite_after_load(moment.step) if poisoned else ""
             self._stop(verdict, f"{decision.reason}; {held}" if held else decision.reason)
@@ -461,6 +510,8 @@ class Guard:
             shares = tuple(Share(auditee=rank, source=rank, digest=None) for rank in healed)
         else:
             shares = tuple({s.auditee: s for f in every for s in f.shares}.values())
+            if verdict.check == "audit" and not shares:
+                return True  # nobody holds the right value: the same gradient must not pass as a new one
         local: list[torch.Tensor] = []
         if not rebuild(
             self.world, self.reduction, self.ring, shares, losses, observe=lambda b: local.extend(extremes([b]))
@@ -471,6 +522,26 @@ class Guard:
         if action is Action.HEAL or "replicas" in moment.due:
             self.replicas.read(gradients=self.reduction.ddp is not None)
         return True
+
+    def _can_heal(self, finding: Finding) -> bool:
+        """Whether the healed rank can rerun its work: alone, and from a capture that does not hold the wrong value."""
+        captured = {f"model.{name}" for name in self.recorder.written_now()}
+        return not self.audit.communicates and not any(
+            vote.tensor in captured for vote in finding.votes if len(set(vote.digests)) > 1
+        )
+
+    def _stop_auditing(self, moment: Moment) -> None:
+        """A replay used the job's process group: a rank that reran work alone would wait for the others for ever."""
+        self.audit.communicates = True
+        self._rung = len(_LADDER) - 1
+        self.audit.strength = Strength.OFF
+        self._calibrate_in = -1
+        text = (
+            "audits are off: the model's forward or backward communicates over the job's process group, so no rank can "
+            "rerun work alone"
+        )
+        self.journal.write("check_degraded", moment.step, check="audit", strength=Strength.OFF.value, reason=text)
+        self.journal.say(text)
 
     def _degrade(self, verdict: Verdict, moment: Moment) -> None:
         """Nothing repeats: take the next rung of the ladder and calibrate again in the next step."""
@@ -504,11 +575,14 @@ class Guard:
         where = f"; resume from {resume}" if resume else "; no certified checkpoint to resume from"
         raise self._ended(IntegrityLost(f"{verdict.reason}; {reason}{where}", verdict=verdict, resume_from=resume))
 
+    def _stop_undecided(self, verdict: Verdict) -> None:
+        raise self._ended(Inconclusive(verdict.reason, verdict=verdict, resume_from=self.standing.resume_from()))
+
     def _ended(self, error: CorruptionError) -> CorruptionError:
         """Put the outcome on disk before any rank leaves."""
         self._stopped = True
         self.journal.ended(error, self.steps)
-        self.world.gather(None, step=self.steps, tag=_TAG_LOAD)
+        self.world.gather(None, step=self.steps, tag=_TAG_ENDED)
         return error
 
     # ---- trust -------------------------------------------------------------------------------------------------------
@@ -517,17 +591,28 @@ class Guard:
         for name in moment.due:
             self._last_run[name] = moment.step
         self._count(moment)
-        if "replicas" in moment.due:
+        # A check that has just gone off on some rank vouches for nothing.
+        if "replicas" in moment.due and "replicas" in self.checks:
             self.standing.last_clean_vote = moment.step
-        if "audit" in moment.due and not repaired and self.audit.strength is Strength.BITWISE:
+            self._note_vote(moment, agreed)
+        bitwise = "audit" in self.checks and self.audit.strength is Strength.BITWISE
+        if "audit" in moment.due and bitwise and not repaired and not agreed.raised("audit", "mismatch"):
             self.standing.audited(moment.step)
 
-    def _note_unclean(self, moment: Moment, agreed: Agreed, findings: list[Finding]) -> None:
+    def _note_unclean(self, moment: Moment, agreed: Agreed) -> None:
         for name in moment.due:
             self._last_run[name] = moment.step
         self._count(moment)
-        if "replicas" in moment.due and not any(agreed.differs("replicas", d) for d in ("weights", "optimizer_state")):
+        if "replicas" not in moment.due or "replicas" not in self.checks:
+            return
+        if not any(agreed.differs("replicas", d) for d in ("weights", "optimizer_state")):
             self.standing.last_clean_vote = moment.step
+        self._note_vote(moment, agreed)
+
+    def _note_vote(self, moment: Moment, agreed: Agreed) -> None:
+        """The vote before an update is over the state that the updates before it have left."""
+        state = ("counters", "weights", "optimizer_state", "buffers")
+        self.standing.voted(moment.step, alike=not any(agreed.differs("replicas", d) for d in state))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -537,6 +622,10 @@ class Guard:
     def _count(self, moment: Moment) -> None:
         for name in self.checks:
             self._counts[name] += name == "finite" or name in moment.due
+
+    @property
+    def _scales(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled()
 
     @property
     def _replicas_on(self) -> bool:
@@ -554,7 +643,9 @@ class Guard:
 
         All checks are forced: the vote runs again, now, and the step before should have been announced (``save_every``
         or ``saving=True``) so that it was audited; if it was not, the checkpoint is a candidate until the next clean
-        audit certifies it.
+        audit certifies it. A certified checkpoint of the same step that is there already is never replaced by one that
+        is less. In observe mode it is written whatever the checks find, and never certified where they found something;
+        where replicas differ it holds rank 0's.
 
         Returns:
             The checkpoint's directory, or None when the checks found something and no file was written.
@@ -563,12 +654,14 @@ class Guard:
             IntegrityLost, Quarantine: what was found cannot be put right here.
         """
         with together(self.world, self.journal, CheckpointError, UsageError, OSError):
-            if self._replicas_on and not self._vote_now(_PHASE_SAVE):
+            alike = not self._replicas_on or self._vote_now(_PHASE_SAVE)
+            observe = self.config.mode == "observe"
+            if not alike and not observe:
                 self.journal.write("checkpoint_refused", self.steps, path=str(root), reason="its checks failed")
                 self.journal.say(f"no checkpoint of step {self.steps} was written: its checks failed")
                 return None
             store = self.standing.store(root)
-            status = self.standing.status_of_next(self.steps)
+            status = self.standing.status_of_next(self.steps) if alike else Status.CANDIDATE
             path = store.save(
                 self.inventory,
                 steps=self.steps,
@@ -578,11 +671,18 @@ class Guard:
                 scheduler=self.scheduler,
                 rng=read_generators(),
                 guard=self.state_dict(),
+                may_differ=observe,
             )
+            found = store.status_of(path) or status
+            kept = found is Status.CERTIFIED and status is not Status.CERTIFIED
+            reason = "a certified one of this step was there already: it is kept, and nothing was written" if kept else ""
             self.journal.write(
-                "checkpoint", self.steps, steps=self.steps, path=str(path), status=status.value, tally=self._tally()
-            )
-            self.standing.saved(store, self.steps, path, status)
+                "checkpoint", self.steps, steps=self.steps, path=str(path), status=found.value, tally=self._tally(),
+                reason=reason,
+            )  # fmt: skip
+            if kept:
+                self.journal.say(f"{path}: {reason}")
+            self.standing.saved(store, self.steps, path, found, alike=alike)
             return path
 
     def load(self, root: str | Path, *, certified: bool = False) -> int:
@@ -607,14 +707,19 @@ class Guard:
                 self.journal.say(str(notice))
             if loaded.rng is not None:
                 write_generators(loaded.rng)
-            torch.clear_autocast_cache()
-            self.load_state_dict(dict(loaded.guard) if loaded.guard else {"steps": loaded.steps})
-            self.steps = loaded.steps
-            self._first = True
-            self._last_run = dict.fromkeys(self._schedule.periods, self.steps)
-            self.standing.begin_anew(self.standing.store(root), loaded.path, loaded.steps)
-            self._calibrate_in = 1
+            self._begin_anew(loaded.steps)
+            self.standing.begin_anew(
+                loaded.steps, store=self.standing.store(root), path=loaded.path, status=loaded.status
+            )
             return self.steps
+
+    def _begin_anew(self, steps: int) -> None:
+        """The run goes on from a state that was loaded: nothing that was known of the one before holds for it."""
+        torch.clear_autocast_cache()
+        self.steps = steps
+        self._first = True
+        self._last_run = dict.fromkeys(self._schedule.periods, steps)
+        self._calibrate_in = 1
 
     def _vote_now(self, phase: int) -> bool:
         """A vote after the update. False when it found something; in act mode a lone replica is healed first."""
@@ -627,7 +732,10 @@ class Guard:
                 return True
             self._counts["replicas"] += attempt == 0
             if not self.replicas.alarm(agreed):
+                self.standing.voted(self.steps, alike=True)
                 return attempt == 0
+            if self.config.mode == "observe":
+                self.standing.voted(self.steps, alike=False)
             details = self.world.gather(self.replicas.details(), step=self.steps, tag=_TAG_DETAILS)
             evidence = self.replicas.evidence(self.steps, details)
             counters = judge_counters([e for e in evidence if isinstance(e, CounterEvidence)])
@@ -642,6 +750,8 @@ class Guard:
             finding, decision = max(decided, key=lambda pair: _SEVERITY[pair[1].would or pair[1].action])
             if decision.action is Action.CONTINUE:
                 return False
+            if decision.action is Action.STOP and finding.verdict.kind is Kind.INCONCLUSIVE:
+                self._stop_undecided(finding.verdict)
             if decision.action is not Action.HEAL:
                 self._stop(finding.verdict, decision.reason)
             heal(self.world, self.inventory, tuple(vote for f, _ in decided for vote in f.votes))
@@ -650,16 +760,37 @@ class Guard:
         return False
 
     def certify(self, state: Mapping[str, Any]) -> Certificate:
-        """The certificate of a state that another writer is about to write; give the copy that is written."""
-        return certify_state(
+        """The certificate of a state that another writer is about to write; give the copy that is written.
+
+        All ranks call it together, before the next step: as :meth:`save` does, it holds a vote over the live state, of
+        which the copy is one. Where the vote finds something the certificate is distrusted from the start; in observe
+        mode it is a candidate that never becomes certified.
+
+        Raises:
+            IntegrityLost, Quarantine: what was found cannot be put right here.
+            UsageError: a tensor cannot be certified.
+        """
+        with together(self.world, self.journal):
+            alike = not self._replicas_on or self._vote_now(_PHASE_SAVE)
+        certificate = certify_state(
             state,
             steps=self.steps,
             checks=self.standing.check_runs(self.steps, tuple(self.checks)),
             world_size=self.world.size,
         )
+        if alike or self.config.mode == "observe":
+            return certificate
+        reason = "its checks failed"
+        self.journal.write("checkpoint_refused", self.steps, reason=reason)
+        self.journal.say(f"the state of step {self.steps} is not certified: {reason}")
+        return certificate.with_status(Status.DISTRUSTED, reason)
 
     def may_publish(self, certificate: Certificate) -> str:
-        """Whether that state may be called certified: ``"yes"``, ``"no"`` (final), or ``"wait"``."""
+        """Whether that state may be called certified: ``"yes"``, ``"no"`` (final), or ``"wait"``.
+
+        ``"yes"`` needs a clean vote over that very state and an audit of every rank at its last step or later. With
+        ``replicas_every=None`` nobody votes, and with ``audit_every=None`` nobody audits: then it is never ``"yes"``.
+        """
         return may_publish_certificate(certificate, self.standing.trust())
 
     def attach(self, certificate: Certificate, path: str | Path) -> Certificate:
@@ -671,8 +802,9 @@ class Guard:
         return {"version": 1, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self.steps = int(state.get("steps", 0))
+        """The inverse of :meth:`state_dict`; all ranks call it, once the state that belongs to it has been loaded."""
+        self._begin_anew(int(state.get("steps", 0)))
+        self.standing.begin_anew(self.steps)
 
     # ---- start, end, and what goes wrong with the guard itself -------------------------------------------------------
 
@@ -684,13 +816,14 @@ class Guard:
             rows = [r for r in rows if r.check != "audit"]
             off += [_uncovered(site, "audit_every is None") for site in ("forward", "backward", "gradient")]
         if self.config.replicas_every is None:
-            rows = [r for r in rows if r.check != "replicas"]
-            off += [_uncovered(site, "replicas_every is None") for site in ("weights", "optimizer_state", "rng")]
+            off += [_uncovered(site, "replicas_every is None") for site in ("weights", "optimizer_state")]
+            off.append(_uncovered("reduction", "replicas_every is None: reduced gradients that differ between ranks"))
         for check in (self.finite, self.replicas, self.audit):
             if check.name not in self.checks:
                 off += [_uncovered(site.value, f"check {check.name} failed and is off") for site in check.sites]
         off.append(_uncovered("batch", "no check: wrong data that all ranks would compute alike is not seen"))
         off.append(_uncovered("optimizer", "an update that is wrong on all ranks alike is not seen"))
+        off.append(_uncovered("rng", "generators differ between ranks by design and are not compared"))
         if self.reduction.notice:
             off.append(_uncovered("gradient", self.reduction.notice))
         return (*rows, *off)
@@ -699,7 +832,13 @@ class Guard:
         """Leave together: a last vote if the run is in order, then the own group is given back. All ranks call it."""
         if self.world.watcher.closed:
             return
-        orderly = self.world.watcher.failure is None and sys.exc_info()[0] is None
+        error = sys.exc_info()[1]
+        if error is not None and id(error) == self._made_during:
+            error = None
+        if error is not None:
+            tell_at_end(self.world, self.journal, error)
+        watcher = self.world.watcher
+        orderly = watcher.failure is None and not watcher.posted and error is None
         try:
             if orderly and self.steps and self._replicas_on and not self._stopped:
                 with together(self.world, self.journal):
@@ -714,19 +853,20 @@ class Guard:
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.close() if kind is None else self.detach(together=False)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            tell_at_end(self.world, self.journal, error)
+            self.detach(together=False)
 
     def detach(self, *, together: bool) -> None:
-        self.recorder.close()
-        self.audit.close()
-        self.reduction.close()
-        self._observers.clear()
-        self._sigterm.release()
-        atexit.unregister(self._at_exit)
-        with contextlib.suppress(RankFailure, RuntimeError):
-            self.world.close(together=together)
-        self.journal.close()
+        """Give back whatever was taken: hooks, handlers, threads, files; ``together`` as in :meth:`World.close`."""
+        try:
+            with contextlib.suppress(RankFailure, RuntimeError):
+                self.world.close(together=together)
+        finally:
+            self._taken.close()
 
     def _try(self, name: str, work: Callable[[], Any]) -> Any:
         """Run a part of a check; a fault of the guard itself is noted, flagged to all ranks, and not raised here."""
@@ -742,7 +882,7 @@ class Guard:
 
     def _switch_off(self, names: list[str], step: int) -> None:
         """A check failed on some rank: it goes off on all ranks together, or all raise together."""
-        errors = self.world.gather(dict(self._check_errors), step=step, tag=_TAG_EVIDENCE)
+        errors = self.world.gather(dict(self._check_errors), step=step, tag=_TAG_ERRORS)
         for name in names:
             rank, error = next((r, e[name]) for r, e in enumerate(errors) if name in e)
             if self.config.on_guard_error == "raise":
@@ -822,10 +962,10 @@ class Guard:
             pack(Work(step=self.steps, micro_batches=tuple(MicroBatch(part, read_generators()) for part in parts)))
         except UsageError as error:
             problem = str(error)
-        with together(self.world, self.journal):
-            problems = self.world.gather(problem, step=self.steps, tag=_TAG_LOAD)
-        if any(problems):
-            raise UsageError(next(text for text in problems if text))
+        with together(self.world, self.journal, UsageError):
+            problems = self.world.gather(problem, step=self.steps, tag=_TAG_SENDABLE)
+            if any(problems):
+                raise UsageError(next(text for text in problems if text))
 
     def _expect_others(self) -> None:
         """Where nothing was reduced here, the others may still wait for it in their backward, and never come."""

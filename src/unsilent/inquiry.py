@@ -23,7 +23,7 @@ from unsilent.judge import (
     judge_unreduced,
     judge_votes,
 )
-from unsilent.localize import agreed_value, holders, recorded_is_right
+from unsilent.localize import agreed_value, holders, recorded_is_right, recorded_value, steady_value
 from unsilent.records import (
     AuditEvidence,
     CounterEvidence,
@@ -39,7 +39,7 @@ from unsilent.recovery.rebuild import Share
 from unsilent.ring import Ring
 from unsilent.world import World
 
-_TAG_DETAILS, _TAG_AUDITS, _TAG_VOTE = 10, 11, 13
+_TAG_DETAILS, _TAG_AUDITS, _TAG_VOTE, _TAG_TRAFFIC = 10, 11, 13, 14
 _STATE = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
 
 
@@ -58,11 +58,8 @@ class Finding:
     recorded_is_right: bool = False
     harmless: bool = False
     evidence: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def bad_number(self) -> bool:
-        """Whether a NaN or Inf is behind it, which must not reach the optimizer whoever made it."""
-        return self.verdict.check == "finite" or any(a.alarm for a in self.evidence.get("audits", ()))
+    #: the step's gradient holds a NaN or Inf, which must not reach the optimizer whatever this verdict is about
+    bad_number: bool = False
 
 
 class Inquiry:
@@ -98,7 +95,7 @@ class Inquiry:
         """The ring replay of this step, for all ranks at once."""
         filled = self._attempt("finite", self._finite.fill)
         finite = filled is None or not any(filled[0].values())
-        weights = self._weights_digest()
+        weights = self._attempt("replicas", self._weights_digest) or 0
         # A rank that could not read its own step takes part all the same: the others must not wait for it.
         reading = self._audit.recorded
         theirs = self._ring.swap(reading, finite=finite, weights=weights)
@@ -113,6 +110,10 @@ class Inquiry:
 
     def find(self, agreed: Agreed, moment: Moment, losses: list[torch.Tensor]) -> list[Finding]:
         """The findings of a step before its update; empty when it is clean."""
+        bad_number = agreed.raised("finite", "local") or agreed.raised("finite", "reduced")
+        return [replace(finding, bad_number=bad_number) for finding in self._find(agreed, moment, losses)]
+
+    def _find(self, agreed: Agreed, moment: Moment, losses: list[torch.Tensor]) -> list[Finding]:
         alarming = [name for name, check in self._checks.items() if check.alarm(agreed)]
         unreduced = agreed.raised("guard", "unreduced")
         if not alarming and not unreduced:
@@ -147,7 +148,7 @@ class Inquiry:
         if state:
             return state
         findings = self._find_finite(evidence.get("finite", ()), moment, losses, evidence)
-        if findings is None and "audit" in evidence:
+        if not findings and "audit" in evidence and "audits" not in evidence:
             findings = self._settle(list(evidence["audit"]), moment, losses, evidence, alarms={})
         if not findings and not voted and unlike:
             return [Finding(verdict=_unlike_weights(unlike), evidence=evidence)]
@@ -223,6 +224,9 @@ class Inquiry:
             return None
         if "audit" not in moment.due:
             self.compare()
+            if any(self._world.gather(self._audit.communicates, step=moment.step, tag=_TAG_TRAFFIC)):
+                self._audit.communicates = True  # flagged to all with the next agreed vector, which switches it off
+                return None
         return self._settle(self._gather_audits(moment), moment, losses, evidence, alarms=alarms)
 
     def _gather_audits(self, moment: Moment) -> list[AuditEvidence]:
@@ -242,7 +246,7 @@ class Inquiry:
         if self._audit.rotating:
             # One micro-batch told that something is wrong; a repair needs the whole sum, so the whole is compared.
             self._audit.all_micro_batches()
-            self._audit.record(losses)
+            self._attempt("audit", lambda: self._audit.record(losses))
             self.compare()
             audits = self._gather_audits(moment)
         audits = [replace(a, alarm=alarms.get(a.auditee, a.alarm)) for a in audits]
@@ -260,10 +264,10 @@ class Inquiry:
 
 def _share(audit: AuditEvidence, places: Sequence[Place]) -> Share | None:
     """Whose work must be replaced and by whom; None when the live value is right or nobody holds a right one."""
-    value = agreed_value(audit, places)
-    if value is None or recorded_is_right(audit, places):
+    value = agreed_value(audit, places) or steady_value(audit, places)
+    if value is None or recorded_value(audit) == value:
         return None
-    able = holders(audit, places)
+    able = holders(audit, places, value)
     if not able:
         return None
     source = next((rank for rank in able if rank != audit.auditee), able[0])

@@ -15,6 +15,9 @@ from unsilent.errors import CorruptionError, RankFailure
 from unsilent.journal import Journal
 from unsilent.world import World
 
+#: the mark of an error that all ranks raise together: it is no rank's failure, however far it goes
+_SHARED = "_unsilent_shared"
+
 
 @contextlib.contextmanager
 def together(world: World, journal: Journal, *shared: type[Exception]) -> Iterator[None]:
@@ -24,7 +27,8 @@ def together(world: World, journal: Journal, *shared: type[Exception]) -> Iterat
     """
     try:
         yield
-    except (CorruptionError, *shared):
+    except (CorruptionError, *shared) as error:
+        setattr(error, _SHARED, True)
         raise
     except RankFailure:
         journal.wait_for_exit(3.0)
@@ -38,10 +42,25 @@ def together(world: World, journal: Journal, *shared: type[Exception]) -> Iterat
         if known is not None:
             journal.wait_for_exit(3.0)
             world.watcher.raise_if_failed()
-        if world.size > 1:
-            world.watcher.post(f"{type(error).__name__}: {error}")
-            journal.wait_for_exit(3.0)
+        tell(world, journal, error)
         raise
+
+
+def tell(world: World, journal: Journal, error: BaseException) -> None:
+    """This rank leaves because of ``error``: the others learn it, unless they raise it too or it is their own news."""
+    if isinstance(error, (CorruptionError, RankFailure)) or getattr(error, _SHARED, False):
+        return
+    watcher = world.watcher
+    if world.size > 1 and watcher.failure is None and not watcher.posted and not watcher.closed:
+        watcher.post(f"{type(error).__name__}: {error}")
+        journal.wait_for_exit(3.0)
+
+
+def tell_at_end(world: World, journal: Journal, error: BaseException) -> None:
+    """Like :func:`tell`, for an error outside a step that ends the guard; what only ends a loop or a script is none."""
+    ends_well = isinstance(error, StopIteration) or (isinstance(error, SystemExit) and error.code in (None, 0))
+    if not ends_well:
+        tell(world, journal, error)
 
 
 class HeldSignal:
@@ -59,18 +78,19 @@ class HeldSignal:
                 self._installed = True
 
     def release(self) -> None:
-        """Give the signal back."""
+        """Give the signal back, unless somebody else has taken it since."""
         if self._installed:
             self._installed = False
             with contextlib.suppress(ValueError):
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                if signal.getsignal(signal.SIGTERM) == self._handle:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _handle(self, number: int, frame: object) -> None:
         self._world.watcher.wait_for_failure(2.0)
         self._world.watcher.raise_if_failed()
         # Nobody had failed: somebody outside ends this rank, and peers that live on must not call it a crash.
         self._world.watcher.post("it was ended by SIGTERM")
-        self.release()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -78,6 +98,7 @@ class Guarding(Protocol):
     """What the end of the process needs of a guard."""
 
     world: World
+    journal: Journal
 
     def detach(self, *, together: bool) -> None: ...
 
@@ -94,9 +115,10 @@ def close_at_exit(guard: Guarding) -> Callable[[], None]:
         alive: Guarding | None = reference()
         if alive is None or alive.world.watcher.closed:
             return
+        # Python tells nobody of a SystemExit at this point: the others find out when they wait for this rank.
         error = getattr(sys, "last_value", None)
-        if error is not None and alive.world.watcher.failure is None:
-            alive.world.watcher.post(f"{type(error).__name__}: {error}")
+        if error is not None:
+            tell(alive.world, alive.journal, error)
         alive.detach(together=False)
 
     atexit.register(at_exit)

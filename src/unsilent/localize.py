@@ -142,9 +142,19 @@ def recorded_is_right(evidence: AuditEvidence, places: Sequence[Place]) -> bool:
     return value is not None and value == recorded_value(evidence)
 
 
-def holders(evidence: AuditEvidence, places: Sequence[Place]) -> tuple[int, ...]:
-    """The ranks whose latest replay gave the agreed value: a repair may take the gradient from any of them."""
-    value = agreed_value(evidence, places)
+def steady_value(evidence: AuditEvidence, places: Sequence[Place]) -> str | None:
+    """Where no third node can settle it: what the other devices repeat, if exactly one disagrees with itself."""
+    outputs = outputs_by_rank(evidence, places)
+    if len({place.node for place in places if place.rank in outputs}) > 2 or several_values_agree(outputs, places):
+        return None
+    unsteady = [rank for rank, made in outputs.items() if len(set(made)) > 1]
+    steady = {made[0] for made in outputs.values() if len(made) >= 2 and len(set(made)) == 1}
+    return steady.pop() if len(unsteady) == 1 and len(steady) == 1 else None
+
+
+def holders(evidence: AuditEvidence, places: Sequence[Place], value: str | None = None) -> tuple[int, ...]:
+    """The ranks whose latest replay gave ``value``, else the agreed one: a repair may take it from any of them."""
+    value = agreed_value(evidence, places) if value is None else value
     latest = {execution.rank: execution.digest for execution in evidence.executions if not execution.recorded}
     return tuple(rank for rank, digest in latest.items() if value is not None and digest == value)
 

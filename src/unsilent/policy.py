@@ -1,6 +1,6 @@
 """From a verdict to an action. Pure: history and time are arguments, and every answer comes with its reason.
 
-DESIGN §8: recovery from cheap to dear; P9: people decide first.
+Recovery goes from cheap to dear, and a node is taken out only when a person, or the configuration, has said so.
 """
 
 from __future__ import annotations
@@ -19,48 +19,11 @@ _STATE_SITES = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
-    """What the configuration of a run says about acting."""
-
-    mode: Mode = "observe"
-    quarantine: QuarantineBy = "ask"
-    on_inconclusive: OnInconclusive = "continue"
-
-    def decide(
-        self,
-        verdict: Verdict,
-        *,
-        strikes: int,
-        recomputes_left: int,
-        repair_possible: bool,
-        heal_allowed: bool,
-        approved: bool,
-        recorded_is_right: bool,
-        harmless: bool = False,
-    ) -> Decision:
-        """``decide`` under this configuration."""
-        return decide(
-            verdict,
-            mode=self.mode,
-            quarantine=self.quarantine,
-            strikes=strikes,
-            recomputes_left=recomputes_left,
-            repair_possible=repair_possible,
-            heal_allowed=heal_allowed,
-            approved=approved,
-            recorded_is_right=recorded_is_right,
-            on_inconclusive=self.on_inconclusive,
-            harmless=harmless,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrustLoss:
-    """Which checkpoints lose trust, and the certified one to go back to (None: there is none)."""
+    """Which checkpoints lose trust; ``reason`` also names the certified one to go back to."""
 
     reason: str
     distrusted: tuple[int, ...] = ()
-    go_back_to: int | None = None
 
 
 def decide(
@@ -199,9 +162,8 @@ def trust_lost(
     checkpoint c + 1; checkpoints above it lose trust. Without a clean audit all that hold any step do.
     """
     ordered = sorted(set(candidates))
-    newest = max((step for step in ordered if step in certified), default=None)
     if verdict.kind is not Kind.PERSISTENT:
-        return TrustLoss(reason="only a PERSISTENT verdict takes trust away", go_back_to=newest)
+        return TrustLoss(reason="only a PERSISTENT verdict takes trust away")
 
     ranks = [suspect.rank for suspect in verdict.suspects if suspect.rank is not None]
     last_clean = [
@@ -218,5 +180,4 @@ def trust_lost(
     return TrustLoss(
         reason=f"PERSISTENT at step {verdict.step} ({named}): what it did {since} is doubtful; {back}",
         distrusted=distrusted,
-        go_back_to=go_back_to,
     )

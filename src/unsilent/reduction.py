@@ -2,6 +2,9 @@
 
 The hook reduces exactly as DDP does by default: multiply by 1/W (never divide: other bits at 3 ranks), then all-reduce
 on the job's group. It hands DDP a future of our own, so that the watcher can complete it when a rank has failed.
+
+DDP has one hook slot, and what lies in it can never be taken out. So a :class:`_Slot` lies there, which hands each
+bucket to the reduction of the guard that is open, and reduces as DDP does when none is.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unsilent.errors import RankFailure, UsageError
+from unsilent.fingerprint.fused import scale_and_sum
 from unsilent.watcher import Watcher
 
 
@@ -26,12 +30,16 @@ class Bucket:
     """One bucket of the step that is running.
 
     ``buffer`` is flat, in the gradients' dtype; it holds the local values already multiplied by 1/W until the
-    reduction, and the reduced values after it. ``parameters`` lie in it one after the other, without gaps.
+    reduction, and the reduced values after it. ``parameters`` lie in it one after the other, without gaps. ``rows``
+    (the sums of each parameter's part, int64[n, 2]) and ``finite`` are known when the pass that scaled the local values
+    has seen them too; else they are None, and an observer looks for itself.
     """
 
     index: int
     buffer: torch.Tensor
     parameters: tuple[nn.Parameter, ...]
+    rows: torch.Tensor | None = None
+    finite: bool | None = None
 
     def views(self, buffer: torch.Tensor | None = None) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter with its slice of ``buffer`` (this bucket's own by default), in the parameter's shape."""
@@ -66,8 +74,7 @@ class Reduction:
     """
 
     def __init__(self, model: nn.Module, observers: list[Observer], watcher: Watcher) -> None:
-        self.ddp = model if isinstance(model, DistributedDataParallel) else None
-        self.inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        self.ddp, self.inner = unwrap(model)
         self.observers = observers
         self.hooked = False
         self.scale = 1.0
@@ -77,19 +84,27 @@ class Reduction:
         self._buckets: dict[int, Bucket] = {}
         self._kept: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
-        self._pending: list[Any] = []  # torch types an exception as a result
+        self._pending: dict[int, Any] = {}  # futures that backward waits for; torch types an exception as a result
         self._observed: list[Any] = []
+        self._slot: _Slot | None = None
+        self._inside = False  # a guarded step's forward and backward
         if self.ddp is None:
             return
         self.world_size = dist.get_world_size(self.ddp.process_group)
-        if _has_hook(self.ddp):
+        slot = _slot_of(self.ddp)
+        if slot is None and self.ddp._comm_hooks:
             self.notice = "the model already has a communication hook: local gradients are seen, REPAIR is not possible"
             self._observe_parameters()
             return
         self.scale = 1.0 / self.world_size
-        self.ddp.register_comm_hook(self, _hook)
+        if slot is None:
+            slot = _Slot(self.ddp.process_group, self.scale)
+            self.ddp.register_comm_hook(slot, _hook)
+        slot.current = self
+        self._slot = slot
         self.hooked = True
         watcher.on_failure(self._wake)
+        watcher.on_wait(self._waits)
 
     @contextmanager
     def step(self, *, keep: bool) -> Iterator[None]:
@@ -98,10 +113,11 @@ class Reduction:
         self._keep = keep and self.hooked
         self._buckets.clear()
         self.error = None
+        self._inside = True
         try:
             yield
         finally:
-            self._keep = False
+            self._inside = self._keep = False
             with self._lock:
                 self._pending.clear()
 
@@ -152,8 +168,12 @@ class Reduction:
                 parameter.grad.copy_(view)
 
     def close(self) -> None:
+        """See no gradient any more. Our hook stays in its slot, and reduces exactly as before, for nobody."""
         for handle in self._observed:
             handle.remove()
+        if self._slot is not None and self._slot.current is self:
+            self._slot.current = None
+        self.forget()
 
     def _finished(self) -> bool:
         """Whether DDP's reducer has reduced all its buckets in this backward."""
@@ -167,28 +187,48 @@ class Reduction:
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The communication hook: what DDP does by default, seen by the observers."""
         buffer = bucket.buffer()
-        buffer.mul_(self.scale)
-        seen = Bucket(bucket.index(), buffer, tuple(bucket.parameters()))  # type: ignore[arg-type]
-        self._buckets[seen.index] = seen
-        try:
-            for observer in self.observers:
-                observer.before_reduction(seen)
-            if self._keep:
-                self._kept[seen.index] = buffer.clone()
-        except BaseException as error:  # noqa: BLE001 - nothing may raise inside a hook; the step reports it
-            self.error = error
+        parameters: tuple[Any, ...] = tuple(bucket.parameters())
+        seen = self._scale_and_look(buffer, parameters) if self._inside else None
+        if seen is None:
+            buffer.mul_(self.scale)
+        if self._inside:
+            rows, finite = seen or (None, None)
+            self._show(Bucket(bucket.index(), buffer, parameters, rows, finite))
         devices: Any = [buffer.device] if buffer.is_cuda else []
         future: Any = torch.futures.Future(devices=devices)
         with self._lock:
-            self._pending.append(future)
+            self._pending[id(future)] = future
         assert self.ddp is not None
         work = dist.all_reduce(buffer, group=self.ddp.process_group, async_op=True)
         assert work is not None
         work.get_future().add_done_callback(lambda done: self._complete(future, done))
         return future
 
+    def _scale_and_look(
+        self, buffer: torch.Tensor, parameters: tuple[nn.Parameter, ...]
+    ) -> tuple[torch.Tensor, bool] | None:
+        """Scale, fingerprint and check in one pass over the memory, where that can be done; None where it cannot."""
+        if not all(p.is_contiguous() for p in parameters):
+            return None  # its part of the bucket is not in the order that fingerprints count in
+        return scale_and_sum(buffer, self.scale, [p.numel() for p in parameters])
+
+    def _show(self, bucket: Bucket) -> None:
+        self._buckets[bucket.index] = bucket
+        try:
+            for observer in self.observers:
+                observer.before_reduction(bucket)
+            if self._keep:
+                self._kept[bucket.index] = bucket.buffer.clone()
+        except BaseException as error:  # noqa: BLE001 - nothing may raise inside a hook; the step reports it
+            self.error = error
+
+    def _waits(self) -> bool:
+        """Whether backward waits for the others."""
+        return bool(self._pending)
+
     def _complete(self, future: Any, done: Any) -> None:
         with self._lock:
+            self._pending.pop(id(future), None)
             if future.done():
                 return
             try:
@@ -199,7 +239,7 @@ class Reduction:
 
     def _wake(self, failure: RankFailure) -> None:
         with self._lock:
-            for future in self._pending:
+            for future in self._pending.values():
                 if not future.done():
                     future.set_exception(RuntimeError(str(failure)))
 
@@ -212,7 +252,7 @@ class Reduction:
     def _observe(self, index: int) -> Callable[[torch.Tensor], None]:
         def see(parameter: torch.Tensor) -> None:
             assert self.ddp is not None and parameter.grad is not None
-            if not self.ddp.require_backward_grad_sync:
+            if not self._inside or not self.ddp.require_backward_grad_sync:
                 return
             buffer = parameter.grad.detach().reshape(-1)
             seen = Bucket(index, buffer, (parameter,))  # type: ignore[arg-type]
@@ -225,24 +265,57 @@ class Reduction:
         return see
 
 
-def _hook(reduction, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
-    return reduction.reduce(bucket)
+class _Slot:
+    """What lies in DDP's hook slot for good: whose turn it is to reduce, nobody's once the guard has been closed."""
+
+    def __init__(self, group: Any, scale: float) -> None:
+        self.current: Reduction | None = None
+        self._group, self._scale = group, scale
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self.current is not None:
+            return self.current.reduce(bucket)
+        work = dist.all_reduce(bucket.buffer().mul_(self._scale), group=self._group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
 
 
-def _has_hook(ddp: DistributedDataParallel) -> bool:
-    return bool(ddp._comm_hooks)
+def _hook(slot, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
+    return slot.reduce(bucket)
 
 
-def check_supported(model: nn.Module) -> None:
+def _slot_of(ddp: DistributedDataParallel) -> _Slot | None:
+    """Our slot, if a guard of this model was there before."""
+    return next((state for _, state in ddp._comm_hooks if isinstance(state, _Slot)), None)
+
+
+def unwrap(model: nn.Module) -> tuple[DistributedDataParallel | None, nn.Module]:
+    """(the DDP wrapper or None, the module that computes)."""
+    return (model, model.module) if isinstance(model, DistributedDataParallel) else (None, model)
+
+
+def check_supported(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Refuse, with the reason, what this version cannot guard.
 
     Raises:
-        UsageError: FSDP, DTensor parameters or sparse embeddings under DDP.
+        UsageError: FSDP, DTensor parameters, sparse embeddings, SyncBatchNorm, a sharded optimizer.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    _, inner = unwrap(model)
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise UsageError(
+            "ZeroRedundancyOptimizer shards the optimizer's state, and no other rank holds a copy of it to compare or "
+            "to certify: use the optimizer it wraps"
+        )
     for name, parameter in inner.named_parameters():
         if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
             raise UsageError(f"{name} is a DTensor: sharded models are not guarded yet, only plain and DDP models are")
     for name, module in inner.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise UsageError(f"module {name} makes sparse gradients, which are not guarded yet; set sparse=False")
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            raise UsageError(f"module {name or 'model'} is sharded by FSDP: only plain and DDP models are guarded yet")
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                f"module {name} is a SyncBatchNorm, whose forward communicates: a rank that replays it alone would wait "
+                "for the others; use BatchNorm"
+            )

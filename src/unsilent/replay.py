@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,13 +73,18 @@ class Reading:
 
 @dataclass
 class Execution:
-    """The results of one rerun. ``gradients`` are scaled like the recorded ones and keyed by ``id(parameter)``."""
+    """The results of one rerun. ``gradients`` are scaled like the recorded ones and keyed by ``id(parameter)``.
+
+    ``buffers`` are all tensors that the work's capture names, as the forward left them. ``communicated`` says that the
+    user's code used the job's process group, so that no rank may rerun it alone.
+    """
 
     reading: Reading
     losses: list[torch.Tensor]
     gradients: dict[int, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     outside_state: str
+    communicated: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,8 @@ class Recorder:
             n: p for n, p in inner.named_parameters() if not p.requires_grad and p.numel() <= _MOST_WATCHED
         }
         self._written_is_known = False
-        self._rows: torch.Tensor | None = None
+        #: sums of all parameters after the forward and backward of an audited step; None in other steps
+        self.rows: torch.Tensor | None = None
         self._handle = inner.register_forward_pre_hook(self._before_forward)
 
     def begin_step(self, *, watch_attributes: bool) -> None:
@@ -150,7 +156,7 @@ class Recorder:
         self._micro_batches.clear()
         self.outside_state = ""
         self.attributes = Attributes(self.inner) if watch_attributes else None
-        self._rows = sums_many([p.detach() for p in self.inner.parameters()]) if watch_attributes else None
+        self.rows = sums_many([p.detach() for p in self.inner.parameters()]) if watch_attributes else None
 
     def begin_micro_batch(self, batch: Any) -> None:
         """Copy the batch's tensors (a user may change them in place) and the generators."""
@@ -167,20 +173,27 @@ class Recorder:
                     for micro_batch in self._micro_batches:
                         micro_batch.buffers.pop(name, None)
         if self.attributes is not None:
-            self.outside_state = self.attributes.changed() or self._newly_written()
+            written = self._newly_written()
+            self.outside_state = self.attributes.changed() or written
 
     def _newly_written(self) -> str:
         """A parameter that this forward wrote, which nobody had expected; from the next step on it is captured."""
-        assert self._rows is not None
+        assert self.rows is not None
         rows = sums_many([p.detach() for p in self.inner.parameters()])
-        differs = (rows != self._rows).any(dim=1).tolist()
+        differs = (rows != self.rows).any(dim=1).tolist()
         new = {
             n: p
             for (n, p), d in zip(self.inner.named_parameters(), differs, strict=True)
             if d and n not in self.written
         }
         self.written |= new
+        self.rows = rows
         return next(iter(new), "")
+
+    def written_now(self) -> dict[str, torch.Tensor]:
+        """The tensors that the capture names (buffers, and parameters that forwards write), as they are now."""
+        names = self._micro_batches[0].buffers if self._micro_batches else {}
+        return _named(self.inner, names)
 
     def work(self, step: int) -> Work:
         """Everything captured since :meth:`begin_step`."""
@@ -207,6 +220,7 @@ class Replayer:
         scale_loss: multiplies a loss by the scaler's scale, as the live step does; identity without a scaler.
         scale: what gradients are multiplied by after the backward, as the reduction did before they were recorded.
         written: parameters that forwards write, by name; the recorder keeps it up to date.
+        traffic: how many collectives the job's group has begun so far.
     """
 
     def __init__(
@@ -217,12 +231,14 @@ class Replayer:
         scale_loss: Callable[[torch.Tensor], torch.Tensor],
         scale: float,
         written: Mapping[str, nn.Parameter],
+        traffic: Callable[[], int] = lambda: 0,
     ) -> None:
         self.inner = inner
         self.loss_fn = loss_fn
         self.scale_loss = scale_loss
         self.scale = scale
         self.written = written
+        self.traffic = traffic
         self.running = False
 
     def run(self, work: Work, *, kernels: Kernels, start: Attributes | None = None) -> Execution:
@@ -238,7 +254,7 @@ class Replayer:
         with self._preserved(), running_with(kernels):
             if start is not None:
                 start.restore()
-            before = Attributes(self.inner)
+            before, traffic = Attributes(self.inner), self.traffic()
             with self._leaves() as leaves:
                 losses: list[torch.Tensor] = []
                 for micro_batch in work.micro_batches:
@@ -253,10 +269,17 @@ class Replayer:
             if self.scale != 1.0:
                 for gradient in gradients.values():
                     gradient.mul_(self.scale)
-            buffers = {n: b.detach().clone() for n, b in self.inner.named_buffers()}
-            outside = before.changed()
+            buffers = {n: t.clone() for n, t in _named(self.inner, work.micro_batches[0].buffers).items()}
+            outside, communicated = before.changed(), self.traffic() != traffic
             reading = read_execution(self.inner, losses, gradients, buffers)
-        return Execution(reading=reading, losses=losses, gradients=gradients, buffers=buffers, outside_state=outside)
+        return Execution(
+            reading=reading,
+            losses=losses,
+            gradients=gradients,
+            buffers=buffers,
+            outside_state=outside,
+            communicated=communicated,
+        )
 
     def write_buffers(self, buffers: dict[str, torch.Tensor]) -> None:
         """Set the buffers of the live module, after a repair replaced a forward that had written them wrongly."""
@@ -330,6 +353,12 @@ def read_execution(
     loss_rows = list(sums_many([loss.reshape(1) for loss in losses]))
     buffer_rows = list(sums_many(list(buffers.values())).to(device)) if buffers else []
     return Reading(names=names, rows=torch.stack([*loss_rows, *gradient_rows, *buffer_rows]))
+
+
+def _named(inner: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Buffers and parameters by name, detached, in the order of ``names``; what the model lacks is left out."""
+    live: dict[str, torch.Tensor] = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
+    return {name: live[name].detach() for name in names if name in live}
 
 
 def copy_batch(batch: Any) -> Any:

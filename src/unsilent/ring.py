@@ -5,10 +5,8 @@ Every rank takes part in every exchange, also one whose own part failed: it send
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -42,7 +40,6 @@ class Ring:
 
     Args:
         auditors: for each rank, who audits it; None where nobody can, then it replays its own work.
-        groups: model-parallel coordinate of each rank, for audits that must stay within one.
     """
 
     def __init__(
@@ -51,18 +48,15 @@ class Ring:
         replayer: Replayer,
         audit: Audit,
         auditors: Sequence[int | None],
-        *,
-        groups: Sequence[Any] | None = None,
     ) -> None:
         self.world, self.replayer, self.audit = world, replayer, audit
-        self.auditors, self.groups = auditors, groups
+        self.auditors = auditors
         inverse = {auditor: auditee for auditee, auditor in enumerate(auditors) if auditor is not None}
         self.auditor: int | None = auditors[world.rank]
         #: whose work this rank replays; its own when nobody can audit it; None when it has nothing to do
         self.auditee: int | None = inverse.get(world.rank, world.rank if self.auditor is None else None)
         self.works: dict[int, Work] = {}
         self.kernels = Kernels.DEFAULT
-        self.seconds = 0.0
         self._start: Attributes | None = None
 
     def begin(self, work: Work | None, *, kernels: Kernels, start: Attributes | None) -> None:
@@ -70,7 +64,6 @@ class Ring:
         self.works = {} if work is None else {self.world.rank: work}
         self.kernels = kernels
         self._start = start
-        self.seconds = 0.0
 
     def swap(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:
         """Send this rank's work to its auditor and receive the auditee's; every rank calls it.
@@ -91,7 +84,7 @@ class Ring:
         weights: int,
         outside_state: str,
         own_replays: int = 0,
-    ) -> list[Execution]:
+    ) -> None:
         """Replay the auditee's work, and tell the audit check what came out. It communicates with nobody.
 
         Args:
@@ -99,11 +92,7 @@ class Ring:
             theirs: what :meth:`swap` brought.
             weights: digest of this rank's weights.
             own_replays: also replay this rank's own work so often (calibration).
-
-        Returns:
-            The executions of this rank's own replays.
         """
-        begin = time.perf_counter()
         replayed: Run | None = None
         failure = theirs.failure
         if self.auditee is not None and not failure:
@@ -129,15 +118,13 @@ class Ring:
             replay_finite=True if replayed is None else _finite(replayed),
             own=own,
         )
-        self.seconds = time.perf_counter() - begin
-        return own
 
     def settle(self, evidences: Sequence[AuditEvidence], step: int) -> list[AuditEvidence]:
         """Ask for further replays until every audit is settled or hopeless: a bounded loop, the same on all ranks."""
         places = self.world.places
         current = list(evidences)
         for _ in range(MAX_ROUNDS):
-            wanted = [next_replays(e, places, self.groups) for e in current]
+            wanted = [next_replays(e, places) for e in current]
             requests = [request for requests in wanted for request in requests]
             if not requests:
                 break
@@ -209,7 +196,9 @@ class Ring:
 
     def _rerun(self, auditee: int) -> tuple[Run | None, str]:
         try:
-            return self.rerun(auditee), ""
+            run = self.rerun(auditee)
+            self.audit.communicates |= run.communicated
+            return run, ""
         except KeyError:
             return None, "the work did not arrive"
         except Exception as error:  # noqa: BLE001 - user code or memory: a replay that cannot run is evidence

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from unsilent.checkpoint import CheckpointStore, CheckRun, Status, Trust, attempts
 from unsilent.checkpoint.files import step_name
@@ -12,34 +13,79 @@ from unsilent.errors import CheckpointError
 from unsilent.events import approved_nodes
 from unsilent.journal import Journal
 from unsilent.policy import trust_lost
-from unsilent.records import Verdict
+from unsilent.records import Site, Verdict
 from unsilent.world import World
+
+T = TypeVar("T")
+
+_VOTES_KEPT = 4096  # an asynchronous writer may ask long after; and yet a long run must not grow
 
 
 class Standing:
     """The memory of one run. Every method is called by all ranks, with the same arguments.
 
+    Args:
+        observe: nothing is changed: no checkpoint is marked as distrusted, and no step is audited that was not due.
+
     Attributes:
-        last_clean_vote: the last step whose vote found weights and optimizer state alike; -1 when there was none.
-        last_clean_audit: the last step in which every rank passed a bitwise audit; -1 when there was none.
+        last_clean_vote: the last step whose vote, after it had used weights and optimizer state, found them alike; -1
+            when there was none. A vote at a save is not among them: the step that uses that state comes after it.
+        last_clean_audit: the last step in which every rank passed a bitwise audit, also one before the restart that a
+            certified checkpoint rests on; -1 when there was none.
         certifies_nothing: why checkpoints cannot be certified any more, "" while they can.
         pending: nodes that wait for a person's approval.
     """
 
-    def __init__(self, world: World, journal: Journal, *, directory: str | Path | None, keep: int) -> None:
+    def __init__(
+        self, world: World, journal: Journal, *, directory: str | Path | None, keep: int, observe: bool = False
+    ) -> None:
         self._world, self._journal, self._directory, self._keep = world, journal, directory, keep
+        self._observe = observe
         self.last_clean_vote = self.last_clean_audit = -1
         self.certifies_nothing = ""
         self.pending: set[str] = set()
-        self._strikes: dict[int, int] = {}
-        self._candidates: set[int] = set()
+        self._strikes: dict[int, set[int]] = {}  # by rank, the steps of its PERSISTENT verdicts
+        self._votes: dict[int, bool] = {}  # by updates completed, the oldest first: were the replicas alike?
+        self._doubted_after: int | None = None  # set with certifies_nothing
+        self._candidates: set[tuple[Path, int]] = set()  # root and updates of what a clean audit will certify
+        self._withdrawn: set[tuple[Path, int]] = set()
         self._stores: dict[Path, CheckpointStore] = {}
         self._loaded: tuple[CheckpointStore, Path, int] | None = None
 
-    def begin_anew(self, store: CheckpointStore, path: Path, steps: int) -> None:
-        """A checkpoint was loaded: what was found out about the state before no longer counts."""
+    def begin_anew(
+        self,
+        steps: int,
+        *,
+        store: CheckpointStore | None = None,
+        path: Path | None = None,
+        status: Status | None = None,
+    ) -> None:
+        """The run goes on from another state: what was found out about the one before no longer counts.
+
+        Args:
+            steps: updates completed.
+            store, path, status: where it was loaded from and how far it was trusted there; None for a state that the
+                user has loaded.
+        """
         self.last_clean_vote = self.last_clean_audit = -1
+        self._loaded = None
+        self._votes.clear()
+        self._candidates.clear()
+        # A doubted state stays one: observe mode marks none, so that it may be loaded again.
+        if self._doubted_after is None or steps <= self._doubted_after or status is Status.CERTIFIED:
+            self.certifies_nothing, self._doubted_after = "", None
+        if store is None or path is None:
+            return
         self._loaded = (store, path, steps)
+        if status is Status.CERTIFIED:
+            self.last_clean_audit = steps - 1
+        else:  # the audits that certified ones rest on vouch for the states up to theirs
+            certified = self._on_disk(
+                steps,
+                f"the checkpoints in {store.root} could not be listed",
+                lambda: store.newest_certified(at_most=steps),
+            )
+            self.last_clean_audit = -1 if certified is None else certified.steps - 1
 
     def not_finite_after_load(self, step: int) -> str:
         """A bad number that no device made stops the run at ``step``; soon after a load it is held against the checkpoint.
@@ -56,7 +102,7 @@ class Standing:
             return f"that checkpoint {path} was loaded {step - steps} steps before could not be noted: {error}"
         said = f"{path} was loaded {step - steps} steps before: attempt {count} of {attempts.LIMIT} at this step"
         if distrusted:
-            self._candidates.discard(steps)
+            self._candidates.discard((store.root, steps))
             self._journal.write("trust_withdrawn", step, steps=[steps], path=str(path), reason=distrusted)
             said += ", and it is not loaded any more"
         return said
@@ -65,18 +111,19 @@ class Standing:
 
     @property
     def watches_a_device(self) -> bool:
-        """Whether some device has a strike, so that every step is audited."""
-        return bool(self._strikes)
+        """Whether some device has a strike, so that every step is audited; never in observe mode."""
+        return bool(self._strikes) and not self._observe
 
-    def strikes(self, verdict: Verdict) -> int:
-        """PERSISTENT verdicts so far on the devices that this verdict suspects."""
-        return max((self._strikes.get(s.rank, 0) for s in verdict.suspects if s.rank is not None), default=0)
+    def strikes(self, verdict: Verdict, *, before: int) -> int:
+        """In how many steps before ``before`` a device that this verdict suspects had a PERSISTENT verdict."""
+        steps = [self._strikes.get(s.rank, set()) for s in verdict.suspects if s.rank is not None]
+        return max((sum(step < before for step in struck) for struck in steps), default=0)
 
     def strike(self, verdict: Verdict, step: int) -> None:
         """A PERSISTENT verdict: count it, and withdraw trust from all since the device's last clean audit."""
         ranks = [s.rank for s in verdict.suspects if s.rank is not None]
         for rank in ranks:
-            self._strikes[rank] = self._strikes.get(rank, 0) + 1
+            self._strikes.setdefault(rank, set()).add(step)
         self._withdraw(verdict, ranks, step)
 
     def approved(self) -> frozenset[str]:
@@ -98,44 +145,74 @@ class Standing:
         return self._stores[key]
 
     def audited(self, step: int) -> None:
-        """Every rank passed an audit of this step: candidates written since the clean audit before are certified."""
+        """Every rank passed an audit of this step: candidates of states up to the one after it are certified."""
         self.last_clean_audit = step
         if self.certifies_nothing:
             return
-        for steps in sorted(self._candidates):
-            for store in self._stores.values():
-                with contextlib.suppress(CheckpointError):
-                    store.promote(steps)
-                    path = str(store.root / step_name(steps))
-                    self._journal.write(
-                        "checkpoint", step, steps=steps, path=path, status="certified", reason=f"audited at step {step}"
-                    )
-        self._candidates.clear()
+        for root, steps in sorted(c for c in self._candidates if c[1] <= step + 1):
+            path = str(root / step_name(steps))
+            try:
+                self._stores[root].promote(steps)
+            except CheckpointError:  # deleted or distrusted by now
+                pass
+            except OSError as error:  # a disk that fails does not end a healthy step; the next audit tries again
+                self._note(step, f"{path} could not be called certified: {error}")
+                continue
+            else:
+                self._journal.write(
+                    "checkpoint", step, steps=steps, path=path, status="certified", reason=f"audited at step {step}"
+                )
+            self._candidates.discard((root, steps))
+
+    def voted(self, steps: int, *, alike: bool) -> None:
+        """A vote over the state after ``steps`` updates. One that found a difference is not made good by a later one."""
+        self._votes[steps] = alike and self._votes.get(steps, True)
+        while len(self._votes) > _VOTES_KEPT:
+            del self._votes[next(iter(self._votes))]
 
     def status_of_next(self, steps: int) -> Status:
         """How far a checkpoint of the present state is trusted: the last step was audited, or an audit must follow."""
         certified = self.last_clean_audit >= steps - 1 >= 0 and not self.certifies_nothing
         return Status.CERTIFIED if certified else Status.CANDIDATE
 
-    def saved(self, store: CheckpointStore, steps: int, path: Path, status: Status) -> None:
-        """A checkpoint was written: remember a candidate, and distrust it at once where nothing can be certified."""
+    def saved(self, store: CheckpointStore, steps: int, path: Path, status: Status | None, *, alike: bool) -> None:
+        """A checkpoint stands there: remember a candidate, and distrust it at once where nothing can be certified.
+
+        Args:
+            status: how far it is trusted on disk.
+            alike: the vote over the state found no difference.
+        """
+        key = (store.root, steps)
+        self._candidates.discard(key)
+        self._withdrawn.discard(key)
+        if status is not Status.CANDIDATE:
+            return
         if self.certifies_nothing:
-            store.distrust(steps, self.certifies_nothing)
-            self._journal.write("trust_withdrawn", steps, steps=[steps], path=str(path), reason=self.certifies_nothing)
+            self._withdrawn.add(key)
+            if not self._observe:
+                store.distrust(steps, self.certifies_nothing)
+                self._journal.write(
+                    "trust_withdrawn", steps, steps=[steps], path=str(path), reason=self.certifies_nothing
+                )
             self._journal.say(f"the checkpoint of step {steps} is not certified: {self.certifies_nothing}")
-        elif status is Status.CANDIDATE:
-            self._candidates.add(steps)
+        elif alike:
+            self._candidates.add(key)
 
     def resume_from(self) -> str | None:
         """The newest certified checkpoint that this run knows of."""
-        newest = [s for store in self._stores.values() if (s := store.newest(certified=True)) is not None]
-        return str(max(newest, key=lambda s: s.steps).path) if newest else None
+        found = [
+            self._on_disk(-1, f"the checkpoints in {store.root} could not be listed", store.newest_certified)
+            for store in self._stores.values()
+        ]
+        newest = max((s for s in found if s is not None), key=lambda s: s.steps, default=None)
+        return None if newest is None else str(newest.path)
 
     def check_runs(self, steps: int, checks: Sequence[str]) -> tuple[CheckRun, ...]:
         """What has been checked about the present state, for its certificate."""
         runs = [CheckRun(check="finite", steps=(steps - 1, steps - 1))] if "finite" in checks and steps else []
-        if self.last_clean_vote >= 0:
-            runs.append(CheckRun(check="replicas", steps=(self.last_clean_vote, self.last_clean_vote)))
+        voted = max((s for s, alike in self._votes.items() if alike), default=None)
+        if voted is not None:
+            runs.append(CheckRun(check="replicas", steps=(voted, voted)))
         if self.last_clean_audit >= 0:
             runs.append(CheckRun(check="audit", steps=(self.last_clean_audit, self.last_clean_audit)))
         return tuple(runs)
@@ -143,30 +220,70 @@ class Standing:
     def trust(self) -> Trust:
         """For writers of their own: what is known when they ask whether a state may be called certified."""
         audited = self.last_clean_audit if self.last_clean_audit >= 0 else None
-        votes = {self.last_clean_vote, self.last_clean_vote + 1} if self.last_clean_vote >= 0 else set[int]()
-        doubted = self.last_clean_audit + 1 if self.certifies_nothing else None
-        return Trust(clean_audits=(audited,) * self._world.size, clean_replicas=votes, doubted_after=doubted)
+        votes = frozenset(steps for steps, alike in self._votes.items() if alike)
+        return Trust(
+            clean_audits=(audited,) * self._world.size, clean_replicas=votes, doubted_after=self._doubted_after
+        )
+
+    def unrepaired(self, verdict: Verdict, step: int) -> None:
+        """Observe mode lets pass what act mode would have put right: no state from here on is called certified."""
+        before = step - 1 if verdict.site in (Site.WEIGHTS, Site.OPTIMIZER_STATE) else step
+        self._doubt(f"observe mode did not put right what was found at step {step}: {verdict.reason}", after=before)
+
+    def _doubt(self, reason: str, *, after: int) -> None:
+        self.certifies_nothing = self.certifies_nothing or reason
+        self._doubted_after = after if self._doubted_after is None else min(after, self._doubted_after)
 
     def _withdraw(self, verdict: Verdict, ranks: list[int], step: int) -> None:
         clean = [self.last_clean_audit] if self.last_clean_audit >= 0 else []
         for store in self._stores.values():
-            saved = store.candidates()
+            known = self._on_disk(step, f"the checkpoints in {store.root} could not be listed", store.candidates) or []
+            trusted = (Status.CANDIDATE, Status.CERTIFIED)
+            saved = [s for s in known if s.status in trusted and (store.root, s.steps) not in self._withdrawn]
             lost = trust_lost(
                 verdict,
                 candidates=[s.steps for s in saved],
                 certified={s.steps for s in saved if s.status is Status.CERTIFIED},
                 clean_audits=dict.fromkeys(ranks, clean),
             )
-            for steps in lost.distrusted:
-                with contextlib.suppress(CheckpointError):
-                    store.distrust(steps, lost.reason)
-            if lost.distrusted:
-                steps = list(lost.distrusted)
+            steps = list(lost.distrusted)
+            if not steps:
+                continue
+            if self._observe:
+                self._note(
+                    step, f"act mode would withdraw its trust from checkpoints {steps} in {store.root}: {lost.reason}"
+                )
+            else:
+                for one in steps:
+                    self._distrust(store, one, lost.reason, step)
                 self._journal.write("trust_withdrawn", step, verdict=verdict, steps=steps, reason=lost.reason)
-            self._candidates -= set(lost.distrusted)
-        if self.last_clean_audit < step - 1 and not self.certifies_nothing:
+            withdrawn = {(store.root, one) for one in steps}
+            self._candidates -= withdrawn
+            self._withdrawn |= withdrawn
+        if self.last_clean_audit < step - 1:
             since = f"at step {self.last_clean_audit}" if self.last_clean_audit >= 0 else "never"
-            self.certifies_nothing = (
+            reason = (
                 f"rank {ranks[0] if ranks else '?'} was wrong at step {verdict.step} and its last clean audit was "
                 f"{since}: what it did in between has reached every replica"
             )
+            self._doubt(reason, after=self.last_clean_audit + 1)
+
+    def _distrust(self, store: CheckpointStore, steps: int, reason: str, step: int) -> None:
+        """Mark it; one that cannot be marked is not promoted either, since it is no candidate of this run any more."""
+        with contextlib.suppress(CheckpointError):  # deleted, or without a sound certificate
+            try:
+                store.distrust(steps, reason)
+            except OSError as error:
+                self._note(step, f"{store.root / step_name(steps)} could not be marked as distrusted: {error}")
+
+    def _on_disk(self, step: int, otherwise: str, look: Callable[[], T]) -> T | None:
+        """Look at the disk in the middle of a step: one that fails is noted, and does not end a healthy run."""
+        try:
+            return look()
+        except (OSError, CheckpointError) as error:
+            self._note(step, f"{otherwise}: {error}")
+            return None
+
+    def _note(self, step: int, text: str) -> None:
+        self._journal.write("notice", step, text=text)
+        self._journal.say(text)

@@ -19,6 +19,7 @@ from unsilent.errors import EXIT_INTERNAL, RankFailure
 
 _POLL_S = 0.1
 _HEARTBEAT_STALE_S = 20.0
+_MISSED_POLLS = 15  # so often in a row, this rank waits while another has left alone: it waits in vain
 
 
 class Watcher:
@@ -40,6 +41,10 @@ class Watcher:
         self._closed = threading.Event()
         self._main_is_awake = threading.Event()
         self.failure: RankFailure | None = None
+        self.posted = False  # this rank has told the others that it failed: they wait for it no longer
+        self.waiting = False  # the main thread waits for the others, or for news of them
+        self._waits: list[Callable[[], bool]] = []
+        self._missed = 0
         self._peer_seen: tuple[bytes, float] = (b"", time.monotonic())
         self._thread: threading.Thread | None = None
         if store is not None and size > 1:
@@ -51,6 +56,10 @@ class Watcher:
         with self._lock:
             self._on_failure.append(wake)
 
+    def on_wait(self, waits: Callable[[], bool]) -> None:
+        """Ask ``waits`` too whether this rank waits for the others."""
+        self._waits.append(waits)
+
     def set_record(self, record: Callable[[RankFailure], None]) -> None:
         """Call ``record`` (from the watcher's thread) before anyone is woken, to put the failure on disk."""
         self._record = record
@@ -59,6 +68,7 @@ class Watcher:
         """Tell all ranks that this one failed. Never raises: the store may be gone already."""
         if self._store is None or self._closed.is_set():
             return
+        self.posted = True
         try:
             if self._store.add("unsilent/failed", 1) == 1:
                 self._store.set("unsilent/failure", json.dumps({"rank": self._rank, "error": error}))
@@ -74,12 +84,14 @@ class Watcher:
     def wait_for_failure(self, seconds: float) -> RankFailure | None:
         """Wait until a failure is known, at most ``seconds``; used when a collective broke for a reason unknown."""
         deadline = time.monotonic() + seconds
+        before, self.waiting = self.waiting, True
         while self.failure is None and self._thread is not None and time.monotonic() < deadline:
             time.sleep(0.02)
+        self.waiting = before
         return self.failure
 
-    def close(self) -> None:
-        """Stop watching; peers learn that this rank left in order."""
+    def close(self, *, together: bool = True) -> None:
+        """Stop watching; peers learn that this rank left in order, and whether it left without them."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -87,6 +99,8 @@ class Watcher:
             self._thread.join(timeout=5.0)
             try:
                 self._store.set(f"unsilent/closed/{self._rank}", "1")
+                if not together and self._store.add("unsilent/alone", 1) == 1:
+                    self._store.set("unsilent/left alone", str(self._rank))
             except Exception:  # noqa: BLE001 - leaving anyway
                 return
 
@@ -119,7 +133,7 @@ class Watcher:
                 return self._posted_quietly() or RankFailure(rank, f"its process {pid} is gone (killed or crashed)")
         if store_error:
             return self._store_is_gone(store_error)
-        return self._stale_heartbeat()
+        return self._stale_heartbeat() or self._waits_in_vain()
 
     def _posted(self) -> RankFailure | None:
         if self._store.add("unsilent/failed", 0) == 0:
@@ -157,6 +171,20 @@ class Watcher:
         elif now - self._peer_seen[1] > _HEARTBEAT_STALE_S and not self._left_in_order(peer):
             return RankFailure(peer, f"no heartbeat for {_HEARTBEAT_STALE_S:.0f} s")
         return None
+
+    def _waits_in_vain(self) -> RankFailure | None:
+        """A rank that left without closing its guard (``sys.exit``, say) is no loss until this one waits for it."""
+        if not self.waiting and not any(waits() for waits in self._waits):
+            self._missed = 0
+            return None
+        try:
+            self._missed = self._missed + 1 if self._store.add("unsilent/alone", 0) else 0
+            if self._missed < _MISSED_POLLS:
+                return None
+            rank = int(self._store.get("unsilent/left alone"))
+        except Exception:  # noqa: BLE001 - the next round decides
+            return None
+        return RankFailure(rank, "it ended without closing its guard (sys.exit, say) while others wait for it")
 
     def _fail(self, failure: RankFailure) -> None:
         self.failure = failure

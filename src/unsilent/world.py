@@ -49,10 +49,14 @@ class _Waiter:
         done, errors = threading.Event(), list[BaseException]()
         self._jobs.put((work, done, errors))
         deadline = time.monotonic() + patience_s
-        while not done.wait(0.05):
-            watcher.raise_if_failed()
-            if time.monotonic() > deadline:
-                raise TimeoutError
+        watcher.waiting = True
+        try:
+            while not done.wait(0.05):
+                watcher.raise_if_failed()
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+        finally:
+            watcher.waiting = False
         if errors:
             watcher.raise_if_failed()
             raise errors[0]
@@ -105,7 +109,12 @@ class World:
         self._waiter = _Waiter() if self.distributed else None
         self.watcher = Watcher(None, rank=self.rank, size=self.size, pids=[], timeout_s=timeout_s)
         mine = (node_name(node), device_name(device), self.environment.digest, machine_identity(), os.getpid())
-        everyone: list[tuple[str, str, str, str, int]] = self.gather(mine, step=0, tag=1)
+        try:
+            everyone: list[tuple[str, str, str, str, int]] = self.gather(mine, step=0, tag=1)
+        except BaseException:
+            if self._waiter is not None:
+                self._waiter.close()
+            raise
         self.places = tuple(
             Place(rank=r, node=n, device=d, environment=e) for r, (n, d, e, _, _) in enumerate(everyone)
         )
@@ -187,13 +196,23 @@ class World:
         if self.size > 1:
             self._wait(dist.all_reduce(buffer, group=self.job_group, async_op=True))
 
+    def job_traffic(self) -> int:
+        """How many collectives the job's group has begun so far on this rank."""
+        if self.size == 1:
+            return 0
+        group: Any = self.job_group if self.job_group is not None else dist.group.WORLD
+        return int(group._get_sequence_number_for_group())
+
     def close(self, *, together: bool = True) -> None:
         """Leave. ``together`` (every rank calls it) waits for all, so that no rank takes an early leaver for a loss."""
         if self.watcher.closed:
             return
-        self.watcher.close()
+        self.watcher.close(together=together)
         if together and self.size > 1 and self.watcher.failure is None:
             self._wait(dist.barrier(group=self.group, async_op=True))
+            # Seven descriptors and three threads at 3 ranks: a process that makes many guards would run out of them.
+            dist.destroy_process_group(self.group)
+            self.group = None
         if self._waiter is not None:
             self._waiter.close()
 
@@ -205,6 +224,8 @@ class World:
             assert self._waiter is not None
             try:
                 self._waiter.wait(work, self.watcher, self.patience_s)
+                if self.device.type == "cuda":
+                    work.wait()  # it is over: this makes our stream, and not the waiting thread's, come after it
             except RankFailure:
                 raise
             except TimeoutError:

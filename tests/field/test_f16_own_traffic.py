@@ -51,7 +51,8 @@ def agree(rank: int, size: int, steps: tuple[int, ...], phases: tuple[int, ...])
     agreement = Agreement({"check": Declaration(flags=("alarm",), digests=("weights",))})
     vector = agreement.pack(step=steps[rank], phase=phases[rank], flags={("check", "alarm"): False}, digests={})
     try:
-        return str(agreement.unpack(world.reduce_max(vector)).clean)
+        agreed = agreement.unpack(world.reduce_max(vector))
+        return str(not agreed.flags and not agreed.differing)
     except RuntimeError as error:
         return str(error)
     finally:

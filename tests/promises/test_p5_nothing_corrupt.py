@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import unsilent
 from tests.promises.job import Job, batch_of, both, build, guard_of, state_parts, train
 from unsilent.checkpoint import Status, checkpoints_in, verify
+from unsilent.checkpoint import certify as certificate_of
 from unsilent.events import read
 from unsilent.lab.faults import Fault
 from unsilent.lab.inject import Injector
@@ -182,3 +186,115 @@ def test_an_audit_of_unlike_weights_is_not_a_clean_one_and_calls_a_vote(
     for result in pool3.results(train, Job(fault=fault, config={"replicas_every": replicas_every})):
         assert result.found[0][0] == 3 and result.found[0][3] == (2,), result.reasons
         assert result.error.startswith("IntegrityLost")
+
+
+def _own_writer(rank: int, size: int, flip: bool) -> dict[str, Any]:
+    """Another writer asks for its certificates of steps 2, 3 and 4; audits at steps 1, 3 and 5, votes when forced.
+
+    ``flip``: a weight of rank 1 flips right before step 4's, after the vote of the update before.
+    """
+    model, inner, optimizer = build(Job(), rank)
+    told: dict[str, Any] = {}
+    with contextlib.redirect_stderr(io.StringIO()):
+        guard = guard_of(Job(config={"replicas_every": 50}), rank, model, optimizer)
+        for step in range(6):
+            guard.step(batch_of(rank, step), saving=step == 3)
+            if step == 2:
+                unasked = certificate_of({}, steps=3)
+                asked = guard.certify({"model": inner.state_dict()})
+                told["before the audit"] = guard.may_publish(asked)
+            if step == 3:
+                told["after it"] = guard.may_publish(asked)
+                told["nobody voted"] = guard.may_publish(replace(unasked, steps=2))
+                if flip and rank == 1:
+                    with torch.no_grad():
+                        inner.layers[2].weight.view(torch.int32)[0, 0] ^= 1 << 20
+                told["now"] = guard.may_publish(guard.certify({"model": inner.state_dict()}))
+                told["again"] = guard.may_publish(guard.certify({"model": inner.state_dict()}))
+        guard.close()
+    return told
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_another_writer_is_told_yes_only_of_a_state_that_was_voted_on(pool3: RankPool, flip: bool) -> None:
+    for told in pool3.results(_own_writer, flip):
+        assert told == {
+            "before the audit": "wait", "after it": "yes", "nobody voted": "wait",
+            "now": "no" if flip else "yes", "again": "yes",  # healed by then
+        }  # fmt: skip
+
+
+def _no_majority(rank: int, size: int, directory: str, on_inconclusive: str) -> tuple[str, int, bool]:
+    """Before a save two of the four replicas hold one value of a weight, and two another."""
+    model, inner, optimizer = build(Job(), rank)
+    config = {"on_inconclusive": on_inconclusive, "directory": directory}
+    with contextlib.redirect_stderr(io.StringIO()):
+        guard = guard_of(Job(config=config), rank, model, optimizer)
+        for step in range(2):
+            guard.step(batch_of(rank, step))
+        with torch.no_grad():
+            inner.layers[2].weight.view(torch.int32)[0, 0] ^= (rank // 2) << 18
+        try:
+            saved = guard.save(Path(directory) / "checkpoints")
+        except unsilent.CorruptionError as error:
+            return type(error).__name__, error.exit_code, False
+        finally:
+            guard.detach(together=False)
+    return "", 0, saved is not None
+
+
+@pytest.mark.parametrize(
+    ("on_inconclusive", "told"), [("stop", ("Inconclusive", 12, False)), ("continue", ("", 0, False))]
+)
+def test_a_vote_without_a_majority_at_a_save_is_inconclusive(
+    pool4: RankPool, tmp_path: Path, on_inconclusive: str, told: tuple[str, int, bool]
+) -> None:
+    assert pool4.results(_no_majority, str(tmp_path), on_inconclusive) == [told] * 4
+    if on_inconclusive == "stop":
+        assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 12
+
+
+def _strike_after_a_load(rank: int, size: int, directory: str) -> dict[str, Any]:
+    """Certified checkpoints at 2 and 4; the run loads 4, and in its first audit, at step 5, rank 2 is stuck."""
+    model, inner, optimizer = build(Job(), rank)
+    root = Path(directory) / "checkpoints"
+    with contextlib.redirect_stderr(io.StringIO()):
+        guard = guard_of(Job(), rank, model, optimizer)
+        for step in range(4):
+            guard.step(batch_of(rank, step))
+            if step in (1, 3):
+                guard.save(root)
+        loaded = guard.load(root)
+        fault = Fault(site="forward", target="layers.2", pattern="stuck_lane", add=0.01, every=16, rank=2, from_step=5)
+        injector = Injector(inner, optimizer, fault, rank=rank, world_size=size,
+                            replaying=lambda: guard.replayer.running)  # fmt: skip
+        for step in range(4, 6):
+            injector.begin_step(step)
+            outcome = guard.step(batch_of(rank, step))
+        injector.close()
+        guard.close()
+    return {"loaded": loaded, "kind": outcome.verdict.kind.value if outcome.verdict is not None else ""}
+
+
+def test_a_strike_soon_after_a_restart_leaves_the_certified_checkpoints(pool3: RankPool, tmp_path: Path) -> None:
+    assert pool3.results(_strike_after_a_load, str(tmp_path)) == [{"loaded": 4, "kind": "PERSISTENT"}] * 3
+    status = {s.steps: s.status for s in checkpoints_in(tmp_path / "checkpoints")}
+    assert status == {2: Status.CERTIFIED, 4: Status.CERTIFIED}
+
+
+def test_a_guard_whose_state_another_writer_restored_goes_on_from_there() -> None:
+    """All that was due is counted from the step at which it goes on: nothing is overdue."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    with contextlib.redirect_stderr(io.StringIO()):
+        guard = unsilent.Guard(model, torch.optim.SGD(model.parameters(), 1e-2), lambda m, x: m(x).square().mean())
+        with guard:
+            guard.load_state_dict({"version": 1, "steps": 1000})
+            for _ in range(3):
+                guard.step(torch.randn(2, 4))
+    assert guard.steps == 1003
+
+
+def test_at_least_one_checkpoint_is_kept() -> None:
+    with pytest.raises(unsilent.UsageError, match="keep_checkpoints is 0"):
+        unsilent.GuardConfig(keep_checkpoints=0)

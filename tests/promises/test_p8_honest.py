@@ -67,15 +67,18 @@ def test_two_ranks_on_two_nodes_a_fault_that_repeats_names_both_and_blames_nobod
         assert "no third node could tell" in result.reasons[0]
 
 
-def test_two_ranks_on_two_nodes_a_device_that_disagrees_with_itself_is_named(pool2: RankPool) -> None:
-    for fault in (
-        {**ONCE, "rank": 1},
-        {**ONCE, "step": None, "from_step": 3, "pattern": "random_bits", "factor": None},
-    ):
-        job = Job(nodes=("a", "b"), fault={**{k: v for k, v in fault.items() if v is not None}, "rank": 1}, steps=4)
-        for result, clean in pool2.results(both, job):
-            assert [f[1] for f in result.found] == ["REPAIR"] and result.found[0][3] == (1,), result.reasons
-            assert result.parts == clean.parts
+@pytest.mark.parametrize(
+    "fault",
+    [{**ONCE, "rank": 1}, {"site": "forward", "target": "layers.2", "pattern": "random_bits", "count": 16, "from_step": 3}],
+    ids=["once", "other bits each time"],
+)
+def test_two_ranks_on_two_nodes_a_device_that_disagrees_with_itself_is_named_and_repaired(
+    pool2: RankPool, fault: dict[str, Any]
+) -> None:
+    job = Job(nodes=("a", "b"), fault={**fault, "rank": 1}, steps=4)
+    for result, clean in pool2.results(both, job):
+        assert [f[1] for f in result.found] == ["REPAIR"] and result.found[0][3] == (1,), result.reasons
+        assert result.parts == clean.parts
 
 
 def test_two_nodes_with_two_devices_each_name_the_device_since_its_neighbour_agrees_with_the_other_node(

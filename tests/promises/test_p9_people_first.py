@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import unsilent
 from tests.promises.job import Job, batch_of, build, guard_of, plain_step, state_parts, with_and_without_guard
+from unsilent.checkpoint import Status, checkpoints_in, verify
 from unsilent.events import approve, excluded_nodes, read
 from unsilent.lab.faults import Fault
 from unsilent.lab.inject import Injector
@@ -105,3 +107,77 @@ def test_auto_takes_the_node_out_at_the_second_verdict(pool3: RankPool, tmp_path
         assert told["error"] == {"code": 11, "node": "n2", "step": 4}
         assert told["same"] == ["weights", "moments"]
     assert set(excluded_nodes(tmp_path)) == {"n2"}
+
+
+def _observed_with_saving(rank: int, size: int, directory: str) -> dict[str, Any]:
+    """A lane of rank 2 is stuck from step 5 on; checkpoints at 4, 6 and 9; audits are due at steps 3, 7 and 11."""
+    model, inner, optimizer = build(Job(), rank)
+    config = {"mode": "observe", "audit_every": 4, "directory": directory, "keep_checkpoints": 9}
+    fault = Fault(site="forward", target="layers.2", **STUCK, rank=2, from_step=5)
+    audits: list[int] = []
+    kinds: set[str] = set()
+    with contextlib.redirect_stderr(io.StringIO()):
+        guard = guard_of(Job(config=config), rank, model, optimizer)
+        injector = Injector(inner, optimizer, fault, rank=rank, world_size=size,
+                            replaying=lambda: guard.replayer.running)  # fmt: skip
+        for step in range(12):
+            injector.begin_step(step)
+            outcome = guard.step(batch_of(rank, step))
+            audits += [step] if "audit" in guard.last_due else []
+            kinds |= {outcome.verdict.kind.value} if outcome.verdict is not None else set()
+            if step in (3, 5, 8):
+                before = state_parts(model, optimizer)
+                assert guard.save(Path(directory) / "checkpoints") is not None
+                assert state_parts(model, optimizer) == before
+        injector.close()
+        guard.close()
+    return {"audits": audits, "kinds": kinds}
+
+
+def test_observe_withdraws_no_trust_on_disk_and_audits_no_step_that_was_not_due(
+    pool3: RankPool, tmp_path: Path
+) -> None:
+    for told in pool3.results(_observed_with_saving, str(tmp_path)):
+        assert told == {"audits": [1, 3, 7, 11], "kinds": {"PERSISTENT"}}  # step 1 calibrates
+    saved = checkpoints_in(tmp_path / "checkpoints")
+    assert {s.steps: s.status for s in saved} == {
+        4: Status.CERTIFIED, 6: Status.CANDIDATE, 9: Status.CANDIDATE,
+    }  # fmt: skip
+    assert [p for s in saved for p in verify(s.path)] == []
+    events = read(tmp_path).events
+    assert not [e for e in events if e.kind in ("trust_withdrawn", "checkpoint_refused")]
+    would = [e.fields["text"] for e in events if e.kind == "notice" and "act mode would withdraw" in e.fields["text"]]
+    assert len(would) == 1 and "checkpoints [6]" in would[0]
+
+
+def _observed_flip_before_a_save(rank: int, size: int, directory: str) -> dict[str, Any]:
+    """One bit of a weight of rank 1 flips right before the checkpoint of step 4; a clean audit may follow at step 5."""
+    model, inner, optimizer = build(Job(), rank)
+    config = {"mode": "observe", "directory": directory, "save_every": 4}
+    with contextlib.redirect_stderr(io.StringIO()):
+        guard = guard_of(Job(config=config), rank, model, optimizer)
+        for step in range(4):
+            guard.step(batch_of(rank, step))
+        right = state_parts(model, optimizer)
+        if rank == 1:
+            with torch.no_grad():
+                inner.layers[2].weight.view(torch.int32)[0, 0] ^= 1 << 20
+        before = state_parts(model, optimizer)
+        path = guard.save(Path(directory) / "checkpoints")
+        certificate = guard.certify({"model": model.state_dict()})
+        unchanged = state_parts(model, optimizer) == before
+        for step in range(4, 8):
+            guard.step(batch_of(rank, step))
+        published = guard.may_publish(certificate)
+        loaded = guard.load(Path(directory) / "checkpoints")
+        same = state_parts(model, optimizer)["weights"] == right["weights"]
+        guard.close()
+    return {"path": path is not None, "unchanged": unchanged, "publish": published, "loaded": loaded, "same": same}
+
+
+def test_observe_saves_what_a_vote_finds_wrong_and_never_certifies_it(pool3: RankPool, tmp_path: Path) -> None:
+    for told in pool3.results(_observed_flip_before_a_save, str(tmp_path)):
+        assert told.pop("publish") in ("wait", "no")
+        assert told == {"path": True, "unchanged": True, "loaded": 4, "same": True}  # rank 0's, on all ranks
+    (saved,) = checkpoints_in(tmp_path / "checkpoints")
+    assert saved.status is Status.CANDIDATE and verify(saved.path) == []

@@ -166,7 +166,7 @@ def case_a_rank_that_cannot_prepare_is_named_on_all(r: Rank):
     bad = (lambda: 0) if r.rank == 2 else None
     with pytest.raises(CheckpointError, match=r"rank 2 could not prepare step-00000001: .*lambda"):
         run.save(store, 1, rng=bad)
-    assert store.candidates() == [] and store.newest() is None
+    assert store.candidates() == [] and store.newest_certified() is None
 
 
 def case_a_full_disk_on_one_rank_is_told_to_all(r: Rank):
@@ -223,10 +223,9 @@ def case_trust_and_retention(r: Rank):
         run.save(store, steps)
     # The newest certified one stays besides what is kept.
     assert [(s.steps, s.status) for s in store.candidates()] == [(10, Status.CERTIFIED), (40, Status.CANDIDATE)]
-    assert store.newest().steps == 40 and store.newest(certified=True).steps == 10
-    assert store.newest(before=39).steps == 10
-    assert store.distrust_after(10, "rank 2 failed an audit") == [40]
-    assert store.newest().steps == 10 and store.newest(trusted=False).steps == 40
+    assert store.newest_certified().steps == store.newest_certified(at_most=10).steps == 10
+    assert store.newest_certified(at_most=9) is None
+    store.distrust(40, "rank 2 failed an audit")
     assert store.candidates()[-1].reason == "rank 2 failed an audit"
     store.distrust(40, "a second reason")
     assert store.candidates()[-1].reason == "rank 2 failed an audit"
@@ -242,6 +241,37 @@ def case_trust_and_retention(r: Rank):
     assert [(s.steps, s.status) for s in store.candidates()][-1] == (15, Status.CERTIFIED)
     r.wait()
     assert not list((r.root / "trust").glob(".partial*"))
+
+
+def case_replicas_that_may_differ_are_saved_as_rank_0_holds_them(r: Rank):
+    run, store = Run(), r.store("may differ")
+    run.train(0, 1)
+    want = run.bits()
+    if r.rank > 0:
+        run.optimizer.state[run.model.embed.weight]["exp_avg"].view(torch.int32)[2, 3] ^= r.rank
+    path = run.save(store, 1, may_differ=True, rng=r.rank)
+    assert verify(path) == []
+    assert run.load(store).rng == r.rank and run.bits() == want
+    with pytest.raises(CheckpointError, match=r"candidate \(the replicas differed .* cannot be promoted"):
+        store.promote(1)
+    with pytest.raises(UsageError, match="different steps"):
+        run.save(store, r.rank, may_differ=True)
+
+
+def case_a_certified_one_is_not_replaced_by_one_that_is_less(r: Rank):
+    run, store = Run(), r.store("kept")
+    run.train(0, 1)
+    path, want = run.save(store, 1, status=Status.CERTIFIED), run.bits()
+    run.train(1, 2)
+    assert run.save(store, 1) == path and store.status_of(path) is Status.CERTIFIED
+    run.load(store)
+    assert run.bits() == want
+    r.wait()
+    if r.rank == 0:
+        os.truncate(path / "__1_0.distcp", 100)
+    run.train(1, 2)
+    assert run.save(store, 1) == path and store.status_of(path) is Status.CANDIDATE  # it was damaged
+    assert verify(path) == []
 
 
 def case_what_one_rank_reads_wrong_is_taken_by_none(r: Rank):
@@ -521,6 +551,52 @@ def test_no_pickle_is_opened_before_its_hash_is_verified(saved):
         run.load(store)
     assert verify(path)[0].file == ".metadata"
     assert not (path / "owned").exists()
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("at", ["step-00000003", ".partial-step-00000003", ".replaced-step-00000003"])
+def test_a_kill_while_one_is_replaced_loses_neither(saved, at):
+    """``at``: the process is killed when it is about to rename this one."""
+    run, store, path = saved
+    store.promote(3)
+    old = run.bits()
+    run.train(3, 4)
+    new, rename = run.bits(), Path.rename
+
+    def dies(self, target):
+        if self.name == at:
+            raise Killed
+        return rename(self, target)
+
+    with mock.patch.object(Path, "rename", dies), pytest.raises(Killed):
+        run.save(store, 3, status=Status.CERTIFIED)
+    assert [(s.steps, s.status) for s in checkpoints_in(path.parent)] == [(3, Status.CERTIFIED)]
+    fresh = Run(seed=1)
+    assert fresh.load(store).notices == ()
+    assert fresh.bits() == (new if at.startswith(".replaced") else old)
+    assert [(s.steps, s.status, s.path) for s in store.candidates()] == [(3, Status.CERTIFIED, path)]
+    assert not list(path.parent.glob(".replaced*"))
+    run.save(store, 3, status=Status.CERTIFIED)
+    fresh.load(store)
+    assert fresh.bits() == new and [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_new_one_that_cannot_get_its_name_leaves_it_to_the_old_one(saved):
+    run, store, path = saved
+    old, rename = run.bits(), Path.rename
+    run.train(3, 4)
+
+    def fails(self, target):
+        if self.name == ".partial-step-00000003":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    with mock.patch.object(Path, "rename", fails), pytest.raises(OSError, match="could not publish step-00000003"):
+        run.save(store, 3)
+    assert path.is_dir() and run.load(store).notices == () and run.bits() == old
 
 
 def test_a_store_of_several_ranks_needs_their_group(tmp_path):

@@ -8,13 +8,33 @@ import pytest
 
 import unsilent
 
-NAMES: frozenset[str] = frozenset()
+NAMES: frozenset[str] = frozenset(
+    {
+        "Action",
+        "AuditConfig",
+        "CheckpointError",
+        "CorruptionError",
+        "Fingerprint",
+        "FiniteConfig",
+        "Guard",
+        "GuardConfig",
+        "IntegrityLost",
+        "Kind",
+        "Outcome",
+        "Quarantine",
+        "RankFailure",
+        "Site",
+        "Suspect",
+        "UnsilentError",
+        "UsageError",
+        "Verdict",
+        "fingerprint",
+    }
+)
 COMMANDS: frozenset[str] = frozenset({"demo", "train", "exec", "approve", "report", "verify", "doctor"})
 
 
 def test_the_public_names_are_the_frozen_ones() -> None:
-    if not NAMES:
-        pytest.skip("no public names are frozen yet")
     assert frozenset(unsilent.__all__) == NAMES
 
 
@@ -24,8 +44,6 @@ def test_every_public_name_is_there(name: str) -> None:
 
 
 def test_the_commands_are_the_frozen_ones() -> None:
-    if not COMMANDS:
-        pytest.skip("there is no command line yet")
     import typer.main
 
     app = importlib.import_module("unsilent.cli").app

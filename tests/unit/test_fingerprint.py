@@ -606,3 +606,26 @@ def test_wrong_arguments_are_refused() -> None:
     for call in wrong:
         with pytest.raises(UsageError):
             call()
+
+
+@pytest.mark.parametrize("lengths", [[1], [1023, 1], [4096], [5000, 77, 100_003]])
+@pytest.mark.parametrize("special", [None, float("nan"), float("inf"), -float("inf"), 3e38, 1e-40])
+def test_one_pass_gives_the_bits_of_three(lengths: list[int], special: float | None) -> None:
+    """Scaling, fingerprint and finiteness together give what mul_, sums_many and isfinite give one after the other."""
+    pytest.importorskip("numba", reason="the fused loop needs numba")
+    from unsilent.fingerprint.fused import scale_and_sum
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        buffer = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0))
+        if special is not None:
+            buffer[buffer.numel() // 2] = special
+        expected = buffer.clone().mul_(1 / 3)
+        answer = scale_and_sum(buffer, 1 / 3, lengths)
+    finally:
+        torch.set_num_threads(threads)
+    assert answer is not None
+    assert torch.equal(buffer.view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(answer[0], sums_many(list(expected.split(lengths))))
+    assert answer[1] == bool(torch.isfinite(expected).all())

@@ -1,4 +1,4 @@
-"""DESIGN §7, row by row."""
+"""The judge's table, row by row: what is observed, what the verdict is, who is named and who must not be."""
 
 from __future__ import annotations
 

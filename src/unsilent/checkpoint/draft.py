@@ -76,8 +76,11 @@ def draft(
     )
 
 
-def must_agree(mine: Draft, facts: list[Facts], ranks: Together) -> None:
+def must_agree(mine: Draft, facts: list[Facts], ranks: Together, *, may_differ: bool = False) -> bool:
     """All ranks have the same number of steps and the same bits of what is replicated.
+
+    Returns:
+        Whether the bits are the same; False only where they ``may_differ``.
 
     Raises:
         UsageError: they are at different steps.
@@ -86,8 +89,9 @@ def must_agree(mine: Draft, facts: list[Facts], ranks: Together) -> None:
     steps = [f.steps for f in facts]
     if len(set(steps)) > 1:
         raise UsageError(f"the ranks save at different steps: {steps}")
-    if len({f.replicated for f in facts}) == 1:
-        return
+    alike = len({f.replicated for f in facts}) == 1
+    if alike or may_differ:
+        return alike
     # Only now the details: on a clean save one digest per rank travels, whatever the model's size.
     everyone = ranks.gather(mine.replicated())
     for name in sorted({name for one in everyone for name in one}):
@@ -96,6 +100,7 @@ def must_agree(mine: Draft, facts: list[Facts], ranks: Together) -> None:
             holders = [[rank for rank, other in enumerate(held) if other == value] for value in dict.fromkeys(held)]
             groups = " and ".join(str(group) for group in sorted(holders, key=len))
             raise CheckpointError(f"nothing was saved: ranks {groups} do not hold the same {name!r}")
+    raise CheckpointError("nothing was saved: the ranks do not hold the same replicas")
 
 
 def own_fingerprints(facts: list[Facts]) -> dict[str, Any]:
@@ -108,9 +113,12 @@ def own_fingerprints(facts: list[Facts]) -> dict[str, Any]:
     }
 
 
-def share(mine: Draft, facts: list[Facts], rank: int) -> dict[str, Any]:
-    """What this rank gives to DCP: its share of the common state, its random state, its own buffers."""
-    tree = dict(state.share_of(mine.tree, rank, mine.local))
+def share(mine: Draft, facts: list[Facts], rank: int, *, alike: bool = True) -> dict[str, Any]:
+    """What this rank gives to DCP: its share of the common state, its random state, its own buffers.
+
+    Where replicas are not ``alike``, the common state is rank 0's alone: DCP would take each tensor from any rank.
+    """
+    tree = dict(state.share_of(mine.tree, rank, mine.local)) if alike or rank == 0 else {}
     if mine.rng is not None:
         tree["rng"] = {str(rank): mine.rng}
     model: Mapping[str, Any] = mine.tree["model"]

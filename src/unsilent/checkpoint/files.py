@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -15,6 +16,7 @@ from unsilent.errors import CheckpointError
 
 DCP_METADATA = ".metadata"
 _PARTIAL = ".partial-"
+_REPLACED = ".replaced-"
 _STEP = re.compile(r"step-(\d{8,})")
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
 _BLOCK = 1 << 20
@@ -25,8 +27,14 @@ def step_name(steps: int) -> str:
 
 
 def steps_of(path: Path) -> int | None:
-    """The updates completed that a checkpoint's directory name states; None for another kind of name."""
-    match = _STEP.fullmatch(path.name)
+    """The updates completed that a checkpoint's directory name states; None for another kind of name.
+
+    One that was put aside to be replaced counts as long as nothing has taken its name.
+    """
+    name = path.name.removeprefix(_REPLACED)
+    match = _STEP.fullmatch(name)
+    if name != path.name and path.with_name(name).exists():
+        return None
     return int(match[1]) if match else None
 
 
@@ -38,6 +46,21 @@ def clean_partials(root: Path) -> None:
     """Take away what interrupted saves have left behind."""
     for path in root.glob(f"{_PARTIAL}*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def finish_replacing(root: Path) -> None:
+    """Bring to its end a :func:`publish` that was killed: what it had put aside goes, or gets its name back.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for aside in list(root.glob(f"{_REPLACED}*")):
+        final = aside.with_name(aside.name.removeprefix(_REPLACED))
+        if final.exists():
+            remove(aside)
+        else:
+            aside.rename(final)
+            sync_directory(root)
 
 
 def files_in(path: Path) -> list[str]:
@@ -113,15 +136,28 @@ def read_certificate(path: Path) -> Certificate | None:
 def publish(partial: Path, final: Path) -> None:
     """Give a complete checkpoint its name; one that has the name already is replaced.
 
+    The old one is put aside, and deleted only when the new one has the name, so that a kill never loses both.
+
     Raises:
-        OSError: it cannot be renamed.
+        OSError: it cannot be renamed; the old one has its name still.
     """
     for directory in sorted({p.parent for p in partial.rglob("*")} | {partial}):
         sync_directory(directory)
-    if final.exists():
-        remove(final)
-    partial.rename(final)
+    aside = final.with_name(f"{_REPLACED}{final.name}")
+    replaces = final.exists()
+    if replaces:
+        final.rename(aside)
+        sync_directory(final.parent)
+    try:
+        partial.rename(final)
+    except OSError:
+        if replaces:
+            aside.rename(final)
+        raise
     sync_directory(final.parent)
+    if replaces:
+        with contextlib.suppress(OSError):  # the next save tries again
+            remove(aside)
 
 
 def remove(path: Path) -> None:

@@ -15,7 +15,7 @@ class Saved:
     """One checkpoint in a directory.
 
     ``status`` is None when it has no certificate (unguarded) or when its certificate is ``damaged``; ``reason`` says
-    why it is distrusted or damaged.
+    why it is distrusted or damaged, or can never be certified.
     """
 
     path: Path

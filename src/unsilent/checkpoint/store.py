@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,11 @@ import torch.distributed as dist
 from unsilent.checkpoint import attempts, dcp, files
 from unsilent.checkpoint.certificate import Certificate, CheckRun, FileDigest, Status
 from unsilent.checkpoint.draft import Draft, Facts, draft, must_agree, own_fingerprints, share
-from unsilent.checkpoint.listing import Saved, checkpoints_in, load_order
+from unsilent.checkpoint.listing import Saved, checkpoints_in, load_order, look
 from unsilent.checkpoint.loading import Live, Loaded, load_first_good
 from unsilent.checkpoint.state import Stateful
 from unsilent.checkpoint.together import Together
-from unsilent.checkpoint.verification import now
+from unsilent.checkpoint.verification import now, verify_files
 from unsilent.errors import CheckpointError, UsageError
 from unsilent.inventory import Inventory
 
@@ -29,8 +30,8 @@ class CheckpointStore:
         root: a directory that all ranks see; made when it is missing.
         group: a process group for the store's own traffic (gloo), never the one that the job reduces on.
         rank, world_size: in that group.
-        keep: how many checkpoints to keep; the newest certified one is kept besides, and what others wrote is not ours
-            to delete.
+        keep: how many checkpoints to keep, the newest certified one among them; that one and the one just written are
+            never deleted. One without a certificate is not counted, and not deleted to make room.
 
     Raises:
         UsageError: more than one rank without a group, or ``keep`` below 1.
@@ -64,17 +65,23 @@ class CheckpointStore:
         scheduler: Stateful | None = None,
         rng: Any = None,
         guard: Mapping[str, Any] | None = None,
+        may_differ: bool = False,
     ) -> Path:
         """Write a checkpoint aside, hash it, certify it, and only then give it its name.
 
         Fingerprints are taken from the tensors in memory before the write. All ranks must hold the same bits of what
         is replicated; what ranks may hold differently (some buffers) is kept for each rank. A checkpoint of the same
-        number of steps is replaced.
+        number of steps is replaced, also one without a certificate; but a certified one that is whole is not replaced by
+        one that is less: it stays, and nothing is written.
 
         Args:
             steps: updates completed.
             rng: this rank's random state: anything that pickles; None to save none.
             guard: what the guard keeps of itself; rank 0's is saved.
+            may_differ: write it even if the replicas differ; then it holds rank 0's, as a candidate for ever.
+
+        Returns:
+            The directory of the checkpoint of that number of steps; :meth:`status_of` says how far it is trusted.
 
         Raises:
             UsageError: a state that cannot be saved, or ranks at different steps.
@@ -89,23 +96,28 @@ class CheckpointStore:
             if self._ranks.rank == 0:
                 self.root.mkdir(parents=True, exist_ok=True)
                 files.clean_partials(self.root)
+                files.finish_replacing(self.root)
             drafts.append(draft(inventory, steps=steps, scaler=scaler, scheduler=scheduler, rng=rng, guard=guard))
             return drafts[0].facts()
 
         facts = self._ranks.each(f"prepare {name}", prepare)
         mine = drafts[0]
-        must_agree(mine, facts, self._ranks)
+        alike = must_agree(mine, facts, self._ranks, may_differ=may_differ)
+        status = status if alike else Status.CANDIDATE
+        if status is not Status.CERTIFIED and self._ranks.first(f"look at {name}", lambda: _is_certified(final)):
+            return final
         certificate = Certificate(
             steps=steps,
             created=now(),
             torch=torch.__version__,
             status=status,
+            reason="" if alike else "the replicas differed when it was written: it holds rank 0's",
             world_size=self._ranks.world_size,
             checks=tuple(checks),
             tensors={n: f.to_json() for n, f in mine.prints.items()} | own_fingerprints(facts),
             rng={str(rank): f.rng for rank, f in enumerate(facts) if f.rng is not None},
         )
-        tree = share(mine, facts, self._ranks.rank)
+        tree = share(mine, facts, self._ranks.rank, alike=alike)
         self._ranks.each(f"write {name}", lambda: dcp.write(tree, partial, self._ranks.group))
         written = self._ranks.each(f"hash {name}", lambda: self._hash_mine(partial))
 
@@ -137,31 +149,31 @@ class CheckpointStore:
 
     def candidates(self) -> list[Saved]:
         """All checkpoints of this directory, the oldest first, as rank 0 sees them."""
-        return self._ranks.first("list the checkpoints", lambda: checkpoints_in(self.root))
+        return self._ranks.first("list the checkpoints", lambda: checkpoints_in(self._tidied()))
 
-    def newest(self, *, trusted: bool = True, certified: bool = False, before: int | None = None) -> Saved | None:
-        """The newest checkpoint with a sound certificate; None when there is none. Its files are not verified here.
+    def _tidied(self) -> Path:
+        with contextlib.suppress(OSError):  # one that cannot be given its name back is listed where it lies
+            files.finish_replacing(self.root)
+        return self.root
 
-        Args:
-            trusted: leave out distrusted ones.
-            certified: take certified ones only.
-            before: take only those with at most this many updates completed.
+    def status_of(self, path: Path) -> Status | None:
+        """How far the checkpoint at ``path`` is trusted; None when it has no sound certificate, or is not there."""
+        saved = self._ranks.first(f"look at {path.name}", lambda: look(path))
+        return None if saved is None else saved.status
+
+    def newest_certified(self, *, at_most: int | None = None) -> Saved | None:
+        """The newest certified checkpoint, with ``at_most`` so many updates completed; None when there is none.
+
+        Its files are not verified here.
         """
-        for saved in reversed(self.candidates()):
-            if saved.status is None or (before is not None and saved.steps > before):
-                continue
-            if trusted and saved.status is Status.DISTRUSTED:
-                continue
-            if certified and saved.status is not Status.CERTIFIED:
-                continue
-            return saved
-        return None
+        certified = [s for s in self.candidates() if s.status is Status.CERTIFIED]
+        return next((s for s in reversed(certified) if at_most is None or s.steps <= at_most), None)
 
     def promote(self, steps: int) -> None:
         """Call a candidate certified; one that is certified already stays so.
 
         Raises:
-            CheckpointError: there is none of that number, or it is distrusted, or its certificate is damaged.
+            CheckpointError: there is none of that number, or its certificate is damaged or says why it cannot be.
             OSError: the certificate cannot be written.
         """
         self._mark(steps, Status.CERTIFIED, "")
@@ -175,19 +187,6 @@ class CheckpointStore:
         """
         self._mark(steps, Status.DISTRUSTED, reason)
 
-    def distrust_after(self, steps: int, reason: str) -> list[int]:
-        """Take trust away from every checkpoint with more than ``steps`` updates completed; returns their steps.
-
-        One without a sound certificate is left out: it cannot be loaded as trusted anyway.
-
-        Raises:
-            OSError: a certificate cannot be written.
-        """
-        doubted = [s.steps for s in self.candidates() if s.steps > steps and s.status not in (None, Status.DISTRUSTED)]
-        for one in doubted:
-            self.distrust(one, reason)
-        return doubted
-
     def _mark(self, steps: int, status: Status, reason: str) -> None:
         path = self.root / files.step_name(steps)
 
@@ -195,10 +194,11 @@ class CheckpointStore:
             certificate = files.read_certificate(path)
             if certificate is None:
                 raise CheckpointError(f"{path} has no certificate")
-            if certificate.status is Status.DISTRUSTED:
-                if status is not Status.DISTRUSTED:
-                    raise CheckpointError(f"{path} is distrusted ({certificate.reason}) and cannot be promoted")
-            elif certificate.status is not status:
+            if status is Status.CERTIFIED and (certificate.reason or certificate.status is Status.DISTRUSTED):
+                raise CheckpointError(
+                    f"{path} is {certificate.status.value} ({certificate.reason}) and cannot be promoted"
+                )
+            if certificate.status not in (status, Status.DISTRUSTED):
                 files.write_certificate(path, certificate.with_status(status, reason))
 
         self._ranks.first(f"mark {path.name} as {status.value}", mark)
@@ -223,32 +223,16 @@ class CheckpointStore:
 
         return self._ranks.first(f"count a failure after loading {path.name}", count)
 
-    def retain(self) -> list[int]:
-        """Delete what is beyond ``keep``; returns the steps deleted. Saving does it too.
-
-        Distrusted ones go first, then the oldest; the newest certified one stays. Checkpoints without a certificate,
-        or with one that cannot be read, are never deleted.
-
-        Raises:
-            OSError: a checkpoint cannot be taken away.
-        """
-        return self._ranks.first("delete old checkpoints", lambda: self._retain(None))
-
-    def _retain(self, just_saved: Path | None) -> list[int]:
+    def _retain(self, just_saved: Path) -> None:
+        """Delete what is beyond ``keep``: distrusted ones first, then the oldest."""
         ours = [s for s in checkpoints_in(self.root) if s.status is not None]
         certified = [s.path for s in ours if s.status is Status.CERTIFIED]
-        protected = {*certified[-1:], *([just_saved] if just_saved else [])}
+        protected = {*certified[-1:], just_saved}
         distrusted = [s for s in ours if s.status is Status.DISTRUSTED]
         order = distrusted + [s for s in ours if s.status is not Status.DISTRUSTED]
-        excess = len(ours) - self.keep
-        gone: list[int] = []
-        for saved in order:
-            if len(gone) >= excess:
-                break
-            if saved.path not in protected:
-                files.remove(saved.path)
-                gone.append(saved.steps)
-        return gone
+        excess = max(0, len(ours) - self.keep)
+        for saved in [s for s in order if s.path not in protected][:excess]:
+            files.remove(saved.path)
 
     # ----------------------------------------------------------------------------------------------------- loading
 
@@ -276,8 +260,17 @@ class CheckpointStore:
             UsageError: the checkpoint is of another model or optimizer; the message says what differs first.
             OSError: the directory cannot be read.
         """
-        order = self._ranks.first("list the checkpoints", lambda: load_order(self.root, path))
+        order = self._ranks.first("list the checkpoints", lambda: load_order(self._tidied(), path))
         if certified:
             order = [saved for saved in order if saved.status is Status.CERTIFIED]
         live = Live(inventory, scaler, scheduler)
         return load_first_good(order, live, self._ranks, self.root if path is None else Path(path))
+
+
+def _is_certified(path: Path) -> bool:
+    """Whether a certified checkpoint stands there whose files are what its certificate says."""
+    try:
+        certificate = files.read_certificate(path)
+    except CheckpointError:
+        return False
+    return certificate is not None and certificate.status is Status.CERTIFIED and not verify_files(path, certificate)

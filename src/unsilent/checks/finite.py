@@ -1,6 +1,12 @@
 """Check ``finite``: no gradient is NaN or infinite, locally before the reduction and reduced after it, in every step.
 
-``aminmax`` is exact, carries NaN, and costs a tenth of ``isfinite().all()``. A norm would overflow on finite values.
+``aminmax`` is exact, carries NaN, and costs a tenth of ``isfinite().all()``. Where the step clips, the norm that clipping
+needs anyway serves instead: it is finite only if all elements are. It overflows on large finite values, so when it is
+not finite the elements decide.
+
+Cost. Time: a pass over the gradients before the reduction and one after it (on a CPU the first is shared with the
+fingerprint, with clipping the second is the norm's own), and one copy of two flags to the host. Memory: two numbers per bucket and per parameter. Traffic: none beyond
+the agreed vector, in which two flags ride; on an alarm, up to eight names from every rank.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from unsilent.agreement import Agreed, Declaration
 from unsilent.checks.protocol import Coverage, Moment
@@ -34,6 +41,7 @@ class Finite:
         reduces: whether gradients are reduced at all; without, the local gradients are read after the backward.
         scaler: whether a loss scaler is in use, so that an overflow may be its normal search.
         averages: whether gradients are divided by the number of ranks before they are summed.
+        clips: whether the step clips by the norm of the gradients, without a scaler; that norm is then computed here.
     """
 
     name = "finite"
@@ -41,10 +49,20 @@ class Finite:
     period = 1
 
     def __init__(
-        self, inventory: Inventory, config: FiniteConfig, *, reduces: bool, scaler: bool, averages: bool = False
+        self,
+        inventory: Inventory,
+        config: FiniteConfig,
+        *,
+        reduces: bool,
+        scaler: bool,
+        averages: bool = False,
+        clips: bool = False,
     ) -> None:
         self._inventory, self._config, self._reduces, self._scaler = inventory, config, reduces, scaler
-        self._averages = averages
+        self._averages, self._clips = averages, clips
+        #: the norm of all gradients, where the step clips by it: computed once, for the check and for clipping
+        self.total_norm: torch.Tensor | None = None
+        self._seen_bad = False
         self._local: list[torch.Tensor] = []
         self._reduced: list[torch.Tensor] = []
         self._streak = 0
@@ -72,19 +90,28 @@ class Finite:
         return frozenset()
 
     def begin(self, moment: Moment) -> None:
-        self._local, self._reduced = [], []
+        self._local, self._reduced, self.total_norm = [], [], None
+        self._seen_bad = False
         self._bad_local = self._bad_reduced = False
 
     def before_reduction(self, bucket: Bucket) -> None:
-        if bucket.buffer.numel():
+        if bucket.finite is not None:
+            self._seen_bad |= not bucket.finite
+        elif bucket.buffer.numel():
             self._local += bucket.buffer.aminmax()
 
     def before_update(self, moment: Moment) -> None:
-        self._reduced = extremes(entry.tensor for entry in self._inventory.gradients())
+        self._look_at_reduced()
 
     def fill(self) -> tuple[dict[str, bool], dict[str, int]]:
         local, reduced = (self._local, self._reduced) if self._reduces else (self._reduced, [])
         self._bad_local, self._bad_reduced = _not_finite(local, reduced)
+        if self.total_norm is not None and (self._bad_local or self._bad_reduced):
+            # A norm overflows on values that are finite: only the elements can tell.
+            exact = extremes(entry.tensor for entry in self._inventory.gradients())
+            local, reduced = (self._local, exact) if self._reduces else (exact, [])
+            self._bad_local, self._bad_reduced = _not_finite(local, reduced)
+        self._bad_local |= self._seen_bad
         return {"local": self._bad_local, "reduced": self._bad_reduced}, {}
 
     def alarm(self, agreed: Agreed) -> bool:
@@ -128,7 +155,16 @@ class Finite:
     def recheck(self, local: list[torch.Tensor]) -> None:
         """Gradients were reduced anew; ``local`` are the extremes of the local buckets that went into it."""
         self._local = local
-        self._reduced = extremes(entry.tensor for entry in self._inventory.gradients())
+        self._seen_bad = False
+        self._look_at_reduced()
+
+    def _look_at_reduced(self) -> None:
+        gradients = [entry.tensor for entry in self._inventory.gradients()]
+        if self._clips and gradients:
+            self.total_norm = nn.utils.get_total_norm(gradients)
+            self._reduced = [self.total_norm]
+        else:
+            self._reduced = extremes(gradients)
 
     def after_update(self, moment: Moment, *, skipped: bool) -> None:
         return

@@ -57,16 +57,18 @@ def sums_of_shard(local: Tensor, *, global_shape: Sequence[int], start: Sequence
 def sums_many(tensors: Sequence[Tensor]) -> Tensor:
     """``sums`` of each tensor: int64[n, 2] on the tensors' device (on the CPU if there are none).
 
-    On CUDA it takes a few launches for all contiguous tensors together and does not wait for the device.
+    On CUDA it takes a few launches for all contiguous tensors together and does not wait for the device. Where tensors
+    lie on several devices (optimizers keep step counters on the CPU), the rows are on the first that is not the CPU.
 
     Raises:
-        UsageError: as for ``sums``, or the tensors lie on different devices.
+        UsageError: as for ``sums``.
     """
     for tensor in tensors:
         check(tensor)
-    device = tensors[0].device if tensors else torch.device("cpu")
-    if any(tensor.device != device for tensor in tensors):
-        raise UsageError("sums_many needs all tensors on one device")
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+    if len(devices) > 1:
+        return _sums_on_several(tensors, devices)
+    device = devices[0] if devices else torch.device("cpu")
     with torch.no_grad():
         out = torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)
         in_place: list[Job] = []
@@ -80,6 +82,18 @@ def sums_many(tensors: Sequence[Tensor]) -> Tensor:
                     _adder(device)(out, [job])
         if in_place:
             _adder(device)(out, in_place)
+    return out
+
+
+def _sums_on_several(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Tensor:
+    """Each device's tensors together, the rows brought to one device and back into order."""
+    home = next((device for device in devices if device.type != "cpu"), devices[0])
+    out = torch.zeros(len(tensors), 2, dtype=torch.int64, device=home)
+    for device in devices:
+        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        rows = sums_many([tensors[i] for i in places])
+        for i, row in zip(places, rows.to(home, non_blocking=True), strict=True):
+            out[i] = row
     return out
 
 

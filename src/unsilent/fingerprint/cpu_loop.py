@@ -5,6 +5,9 @@ import numpy as np
 
 from unsilent.fingerprint.weights import GOLDEN, MIX_1, MIX_2, ROW
 
+MAGNITUDE = 0x7FFFFFFF  # of fp32 bits, without the sign; from INFINITE on a value is NaN or infinite
+INFINITE = 0x7F800000
+
 
 @numba.njit
 def _row_weight(row):
@@ -73,3 +76,75 @@ def add_lanes(lanes, low, high, run, bases, columns, totals, total):
         at += left
     totals[total, 0] += plain
     totals[total, 1] += weighted
+
+
+@numba.njit
+def _four_rows_scaled(values, scale, weights, row):
+    # As _four_rows, on fp32 values that are multiplied and written back in the same pass.
+    first, second = values[:ROW], values[ROW : 2 * ROW]
+    third, fourth = values[2 * ROW : 3 * ROW], values[3 * ROW : 4 * ROW]
+    weights = weights[:ROW]
+    plain = np.uint64(0)
+    s0 = s1 = s2 = s3 = np.uint64(0)
+    largest = np.uint32(0)
+    for i in range(ROW):
+        weight = weights[i]
+        v0, v1, v2, v3 = first[i] * scale, second[i] * scale, third[i] * scale, fourth[i] * scale
+        first[i], second[i], third[i], fourth[i] = v0, v1, v2, v3
+        u0, u1, u2, u3 = (
+            np.float32(v0).view(np.uint32),
+            np.float32(v1).view(np.uint32),
+            np.float32(v2).view(np.uint32),
+            np.float32(v3).view(np.uint32),
+        )
+        b0, b1, b2, b3 = np.uint64(u0), np.uint64(u1), np.uint64(u2), np.uint64(u3)
+        plain += b0 + b1 + b2 + b3
+        s0 += b0 * weight
+        s1 += b1 * weight
+        s2 += b2 * weight
+        s3 += b3 * weight
+        low = max(u0 & np.uint32(MAGNITUDE), u1 & np.uint32(MAGNITUDE))
+        high = max(u2 & np.uint32(MAGNITUDE), u3 & np.uint32(MAGNITUDE))
+        largest = max(largest, max(low, high))
+    weighted = s0 * _row_weight(row) + s1 * _row_weight(row + 1)
+    return plain, weighted + s2 * _row_weight(row + 2) + s3 * _row_weight(row + 3), largest
+
+
+@numba.njit
+def _one_row_scaled(values, scale, weights):
+    plain = np.uint64(0)
+    weighted = np.uint64(0)
+    largest = np.uint32(0)
+    for i in range(values.size):
+        value = values[i] * scale
+        values[i] = value
+        bits = np.float32(value).view(np.uint32)
+        plain += np.uint64(bits)
+        weighted += np.uint64(bits) * weights[i]
+        largest = max(largest, bits & np.uint32(MAGNITUDE))
+    return plain, weighted, largest
+
+
+@numba.njit(nogil=True)
+def scale_and_add(values, scale, columns, totals, total):
+    """Multiply fp32 values in place, add their sums to totals[total], and return the largest magnitude's bits."""
+    plain = np.uint64(0)
+    weighted = np.uint64(0)
+    largest = np.uint32(0)
+    at = 0
+    while at < values.size:
+        row = at // ROW
+        if values.size - at >= 4 * ROW:
+            count = 4 * ROW
+            p, w, m = _four_rows_scaled(values[at : at + count], scale, columns, row)
+        else:
+            count = min(ROW, values.size - at)
+            p, w, m = _one_row_scaled(values[at : at + count], scale, columns[:count])
+            w *= _row_weight(row)
+        plain += p
+        weighted += w
+        largest = max(largest, m)
+        at += count
+    totals[total, 0] += plain
+    totals[total, 1] += weighted
+    return largest

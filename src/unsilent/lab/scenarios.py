@@ -7,7 +7,6 @@ real tensors, and what the guard said is read from the run's own log afterwards.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from unsilent.lab.faults import Fault
 from unsilent.lab.inject import Injector
 from unsilent.records import Action, Kind
 from unsilent.training.data import TextData, standard_library_text
-from unsilent.training.model import build_model, make_loss_fn
+from unsilent.training.model import build_model, make_loss_fn, weights_sha256
 from unsilent.training.presets import TINY, Preset
 
 CHECKPOINTS = "checkpoints"
@@ -264,15 +263,6 @@ def _guard(job: _Job, directory: Path, *, node: str) -> Guard:
         node=node,
     )
     return Guard(job.ddp, job.optimizer, job.loss_fn, clip_norm=setup.clip_norm, config=config)
-
-
-def weights_sha256(model: nn.Module) -> str:
-    """One hash of all parameters and buffers that a checkpoint would hold, names and shapes included."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 @functools.cache

@@ -126,10 +126,11 @@ def _hand_over(
         world.receive(right, share.source)
         for loss, value in zip(losses, right, strict=True):
             loss.copy_(value)
-        live = {n: b.detach().clone() for n, b in reduction.inner.named_buffers()}
-        for name in sorted(live):
-            world.receive(live[name], share.source)
-        ring.replayer.write_buffers(live)
+        # The names travelled with the work, so both sides send and receive the same ones.
+        written = {n: t.clone() for n, t in ring.works[world.rank].micro_batches[0].buffers.items()}
+        for name in sorted(written):
+            world.receive(written[name], share.source)
+        ring.replayer.write_buffers(written)
 
 
 def _adopt(ring: Ring, run: Run, losses: list[torch.Tensor]) -> None:

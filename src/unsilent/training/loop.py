@@ -7,7 +7,6 @@ newest certified checkpoint is loaded, steps run, the last vote is held, and one
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -31,7 +30,7 @@ from unsilent.guard import Guard, Outcome
 from unsilent.records import Action
 from unsilent.training.data import TextData, file_text, standard_library_text
 from unsilent.training.ending import error_record, forget_last_run, record_error, say_error
-from unsilent.training.model import MAX_POSITIONS, build_model, make_loss_fn
+from unsilent.training.model import MAX_POSITIONS, build_model, make_loss_fn, weights_sha256
 from unsilent.training.presets import preset
 from unsilent.training.progress import Screen
 from unsilent.training.ranks import Ranks, join, node_of, ranks_from_environment
@@ -188,15 +187,6 @@ def leave(code: int) -> NoReturn:
     if dist.is_available() and dist.is_initialized():
         os._exit(code)
     sys.exit(code)
-
-
-def weights_sha256(model: nn.Module) -> str:
-    """One hash of all parameters and buffers that a checkpoint would hold, names and shapes included."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 class Trainer:

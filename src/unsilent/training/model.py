@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -65,6 +66,15 @@ def make_loss_fn(*, bf16: bool = False) -> LossFn:
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
     return loss_fn
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """One hash of all parameters and buffers that a checkpoint would hold, names and shapes included."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 @contextmanager
