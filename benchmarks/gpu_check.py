@@ -128,7 +128,12 @@ def ranks_on_one_device(rank: int, size: int, fault: bool, guarded: bool) -> dic
         checks = sorted(guard.checks)
         guard.close()
     data = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
-    return {"sha256": hashlib.sha256(data).hexdigest(), "verdicts": verdicts, "checks": checks, "step_s": statistics.median(times)}
+    return {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "verdicts": verdicts,
+        "checks": checks,
+        "step_s": statistics.median(times),
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -675,7 +675,7 @@ class Guard:
             )
             found = store.status_of(path) or status
             kept = found is Status.CERTIFIED and status is not Status.CERTIFIED
-            reason = "a certified one of this step was there already: it is kept, and nothing was written" if kept else ""
+            reason = "a certified one of this step is there already: it is kept, nothing was written" if kept else ""
             self.journal.write(
                 "checkpoint", self.steps, steps=self.steps, path=str(path), status=found.value, tally=self._tally(),
                 reason=reason,

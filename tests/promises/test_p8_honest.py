@@ -69,7 +69,10 @@ def test_two_ranks_on_two_nodes_a_fault_that_repeats_names_both_and_blames_nobod
 
 @pytest.mark.parametrize(
     "fault",
-    [{**ONCE, "rank": 1}, {"site": "forward", "target": "layers.2", "pattern": "random_bits", "count": 16, "from_step": 3}],
+    [
+        {**ONCE, "rank": 1},
+        {"site": "forward", "target": "layers.2", "pattern": "random_bits", "count": 16, "from_step": 3},
+    ],
     ids=["once", "other bits each time"],
 )
 def test_two_ranks_on_two_nodes_a_device_that_disagrees_with_itself_is_named_and_repaired(
