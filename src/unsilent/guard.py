@@ -511,7 +511,9 @@ class Guard:
         else:
             shares = tuple({s.auditee: s for f in every for s in f.shares}.values())
             if verdict.check == "audit" and not shares:
-                return True  # nobody holds the right value: the same gradient must not pass as a new one
+                if verdict.kind is not Kind.INCONCLUSIVE or not finding.bad_number:
+                    return True  # nobody holds the right value: the same gradient must not pass as a new one
+                self.reduction.forget()  # work that repeats nowhere: all compute anew, and `finite` looks again
         local: list[torch.Tensor] = []
         if not rebuild(
             self.world, self.reduction, self.ring, shares, losses, observe=lambda b: local.extend(extremes([b]))
