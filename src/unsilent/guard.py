@@ -516,7 +516,13 @@ class Guard:
                 self.reduction.forget()  # work that repeats nowhere: all compute anew, and `finite` looks again
         local: list[torch.Tensor] = []
         if not rebuild(
-            self.world, self.reduction, self.ring, shares, losses, observe=lambda b: local.extend(extremes([b]))
+            self.world,
+            self.reduction,
+            self.ring,
+            shares,
+            losses,
+            observe=lambda b: local.extend(extremes([b])),
+            only=None if shares else self._wrong_buckets(every),
         ):
             return True
         self.finite.recheck(local)
@@ -524,6 +530,15 @@ class Guard:
         if action is Action.HEAL or "replicas" in moment.due:
             self.replicas.read(gradients=self.reduction.ddp is not None)
         return True
+
+    def _wrong_buckets(self, every: list[Finding]) -> frozenset[int] | None:
+        """The buckets whose reduced values differ between ranks, where a vote has named them; None for all."""
+        votes = [vote for f in every for vote in f.votes if f.verdict.site is Site.REDUCTION]
+        differing = {vote.tensor.removeprefix("gradient.") for vote in votes if len(set(vote.digests)) > 1}
+        if not differing:
+            return None
+        wrong = {id(p) for name, p in self.inner.named_parameters() if name in differing}
+        return frozenset(b.index for b in self.reduction.buckets if any(id(p) in wrong for p in b.parameters))
 
     def _can_heal(self, finding: Finding) -> bool:
         """Whether the healed rank can rerun its work: alone, and from a capture that does not hold the wrong value."""

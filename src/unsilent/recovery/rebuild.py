@@ -37,12 +37,15 @@ def rebuild(
     losses: list[torch.Tensor],
     *,
     observe: Callable[[torch.Tensor], None],
+    only: frozenset[int] | None = None,
 ) -> bool:
     """Replace the shares, reduce again and write ``.grad``; the same call on all ranks.
 
     Args:
         losses: this rank's losses of the step; overwritten in place when its share is replaced.
         observe: sees each local buffer just before it is reduced again.
+        only: the indices of the buckets to reduce again, where no share is replaced and the others are right; None for
+            all.
 
     Returns:
         Whether every rank did its part and every rerun gave the value it had to give.
@@ -78,7 +81,7 @@ def rebuild(
 
     if reduction.ddp is None:
         _write_directly(reduction, runs.get(world.rank))
-    for index in sorted(buffers):
+    for index in sorted(buffers if only is None else only & buffers.keys()):
         observe(buffers[index])
         world.reduce_in_job(buffers[index])
         reduction.write(index, buffers[index])
