@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 #: the file that each writes; None for one that writes nothing where there is no GPU
 WRITES = {
     "overhead_bench": "overhead.json",
+    "finite_bench": "finite.json",
     "fingerprint_bench": "fingerprint.json",
     "false_alarms_bench": "false-alarms.json",
     "gpu_check": "gpu-check.json" if torch.cuda.is_available() else None,
