@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unsilent.fingerprint import cpu, reference, sums, sums_many
-from unsilent.fingerprint.lanes import jobs
+from unsilent.fingerprints import cpu, reference, sums, sums_many
+from unsilent.fingerprints.lanes import jobs
 
 SMALL_TENSORS = 300
 

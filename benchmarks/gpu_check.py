@@ -24,7 +24,7 @@ from unsilent.lab.pool import RankPool
 
 def kernels(numbers: int) -> dict[str, Any]:
     """The device's sums against the reference's, and the device's speed on so many numbers."""
-    from unsilent.fingerprint import reference, sums
+    from unsilent.fingerprints import reference, sums
 
     generator = torch.Generator().manual_seed(0)
     compared = 0

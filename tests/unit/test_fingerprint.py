@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unsilent.errors import UsageError
-from unsilent.fingerprint import Fingerprint, combine, cpu, fingerprint, reference, sums, sums_many, sums_of_shard
-from unsilent.fingerprint.lanes import jobs
-from unsilent.fingerprint.weights import column_weights
+from unsilent.fingerprints import Fingerprint, combine, cpu, fingerprint, reference, sums, sums_many, sums_of_shard
+from unsilent.fingerprints.lanes import jobs
+from unsilent.fingerprints.weights import column_weights
 
 MOD = 1 << 64
 DTYPES = [
@@ -163,7 +163,7 @@ def layouts(dtype: torch.dtype) -> dict[str, Tensor]:
 def test_layout_does_not_matter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in [1 << 20, 700, 1]:
         # Small limits cut even these tensors in pieces, as large ones would be.
-        monkeypatch.setattr("unsilent.fingerprint.lanes.COPIED_ON_CPU", limit)
+        monkeypatch.setattr("unsilent.fingerprints.lanes.COPIED_ON_CPU", limit)
         for name, view in layouts(dtype).items():
             if limit == 1 and view.numel() > 1000:
                 continue
@@ -198,7 +198,7 @@ def test_concurrent_calls_from_many_threads_agree() -> None:
 
 FORK = """
 import os, torch
-from unsilent.fingerprint import fingerprint
+from unsilent.fingerprints import fingerprint
 torch.set_num_threads(2)
 tensor = torch.arange(2_000_000, dtype=torch.int32)
 before = fingerprint(tensor)
@@ -216,7 +216,7 @@ def test_a_forked_child_can_fingerprint() -> None:
 
 
 def test_without_numba_the_reference_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unsilent.fingerprint import compute
+    from unsilent.fingerprints import compute
 
     tensor = bits(3, 5000, torch.float32)
     expected = sums(tensor)
@@ -613,7 +613,7 @@ def test_wrong_arguments_are_refused() -> None:
 def test_one_pass_gives_the_bits_of_three(lengths: list[int], special: float | None) -> None:
     """Scaling, fingerprint and finiteness together give what mul_, sums_many and isfinite give one after the other."""
     pytest.importorskip("numba", reason="the fused loop needs numba")
-    from unsilent.fingerprint.fused import scale_and_sum
+    from unsilent.fingerprints.fused import scale_and_sum
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the CUDA path needs Triton")
 VALUES = """
 import torch
 from test_fingerprint import DTYPES, bits, by_definition, layouts, unsigned, with_
-from unsilent.fingerprint import cuda, lanes, reference
+from unsilent.fingerprints import cuda, lanes, reference
 
 compared = 0
 
@@ -59,7 +59,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from unsilent.fingerprint import cuda
+from unsilent.fingerprints import cuda
 
 kinds = {"runs": "*i64", "columns": "*i64", "out": "*i64"}
 for width in [1, 2, 4]:

@@ -13,7 +13,7 @@ from unsilent.checkpoint import state
 from unsilent.checkpoint.together import Together
 from unsilent.checkpoint.verification import rng_bytes, rng_digest
 from unsilent.errors import CheckpointError, UsageError
-from unsilent.fingerprint import Fingerprint
+from unsilent.fingerprints import Fingerprint
 from unsilent.inventory import Inventory
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unsilent.errors import CheckpointError, UsageError
-from unsilent.fingerprint import Fingerprint, sums_many
+from unsilent.fingerprints import Fingerprint, sums_many
 from unsilent.inventory import Inventory
 
 # DCP turns every mapping into keys of text and forgets empty ones. A mapping that would not come back as it was

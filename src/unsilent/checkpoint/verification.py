@@ -25,7 +25,7 @@ from unsilent.checkpoint.files import (
 )
 from unsilent.checkpoint.state import fingerprints, tensors_in
 from unsilent.errors import CheckpointError, UsageError
-from unsilent.fingerprint import Fingerprint
+from unsilent.fingerprints import Fingerprint
 
 _PIECE = 1 << 30  # bytes of tensors that are in memory at a time
 

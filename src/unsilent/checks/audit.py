@@ -22,7 +22,7 @@ from torch import nn
 
 from unsilent.agreement import Agreed, Declaration
 from unsilent.checks.protocol import Coverage, Moment
-from unsilent.fingerprint import sums_many
+from unsilent.fingerprints import sums_many
 from unsilent.records import AuditEvidence, Execution, Place, Site
 from unsilent.reduction import Bucket
 from unsilent.replay import Reading, Recorder, Work, read_execution

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from unsilent.fingerprint.lanes import Job
-from unsilent.fingerprint.weights import ROW, column_weights_on, row_weights
+from unsilent.fingerprints.lanes import Job
+from unsilent.fingerprints.weights import ROW, column_weights_on, row_weights
 
 BLOCK_ROWS = 4096
 # Rows at a time on a CPU: few enough to stay in the cache, and below the 32,768 elements from which torch splits an

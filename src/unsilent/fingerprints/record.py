@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unsilent.errors import UsageError
-from unsilent.fingerprint.compute import sums
+from unsilent.fingerprints.compute import sums
 
 _WORD = 1 << 64
 

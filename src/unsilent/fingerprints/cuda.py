@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unsilent.fingerprint.lanes import Job
-from unsilent.fingerprint.weights import ROW, column_weights_on
+from unsilent.fingerprints.lanes import Job
+from unsilent.fingerprints.weights import ROW, column_weights_on
 
 TILE_ROWS = 4
 # Programs per run at most: enough to fill the largest GPU, few enough that their atomics do not queue.
@@ -39,7 +39,7 @@ def available() -> bool:
 
 @functools.cache
 def _kernel() -> Any:
-    from unsilent.fingerprint.cuda_kernel import add_runs
+    from unsilent.fingerprints.cuda_kernel import add_runs
 
     return add_runs
 

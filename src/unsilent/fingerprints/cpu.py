@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unsilent.fingerprint.lanes import Job
-from unsilent.fingerprint.weights import column_weights
+from unsilent.fingerprints.lanes import Job
+from unsilent.fingerprints.weights import column_weights
 
 # Below this many lanes per thread, handing work to a thread costs more than it saves.
 LANES_PER_THREAD = 1 << 17
@@ -36,7 +36,7 @@ def available() -> bool:
 
 @functools.cache
 def _loop() -> Callable[..., None]:
-    from unsilent.fingerprint.cpu_loop import add_lanes
+    from unsilent.fingerprints.cpu_loop import add_lanes
 
     return add_lanes
 

@@ -3,7 +3,7 @@
 import numba
 import numpy as np
 
-from unsilent.fingerprint.weights import GOLDEN, MIX_1, MIX_2, ROW
+from unsilent.fingerprints.weights import GOLDEN, MIX_1, MIX_2, ROW
 
 MAGNITUDE = 0x7FFFFFFF  # of fp32 bits, without the sign; from INFINITE on a value is NaN or infinite
 INFINITE = 0x7F800000

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unsilent.fingerprint import cpu
-from unsilent.fingerprint.weights import column_weights
+from unsilent.fingerprints import cpu
+from unsilent.fingerprints.weights import column_weights
 
 
 def scale_and_sum(buffer: Tensor, scale: float, lengths: Sequence[int]) -> tuple[Tensor, bool] | None:
@@ -31,7 +31,7 @@ def scale_and_sum(buffer: Tensor, scale: float, lengths: Sequence[int]) -> tuple
         return None
     if torch.get_num_threads() > 1 or not cpu.available():
         return None
-    from unsilent.fingerprint.cpu_loop import INFINITE, scale_and_add
+    from unsilent.fingerprints.cpu_loop import INFINITE, scale_and_add
 
     out = torch.zeros(len(lengths), 2, dtype=torch.int64)
     totals, values, columns = out.numpy().view(np.uint64), buffer.detach().numpy(), column_weights()

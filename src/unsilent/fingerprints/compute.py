@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from unsilent.errors import UsageError
-from unsilent.fingerprint import cpu, cuda, reference
-from unsilent.fingerprint.lanes import Job, check, in_order, jobs
-from unsilent.fingerprint.weights import mix
+from unsilent.fingerprints import cpu, cuda, reference
+from unsilent.fingerprints.lanes import Job, check, in_order, jobs
+from unsilent.fingerprints.weights import mix
 
 
 def sums(tensor: Tensor, *, offset: int = 0) -> Tensor:
