@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from unsilent.errors import EXIT_OK, UsageError
+from unsilent.children import Children
+from unsilent.errors import EXIT_OK
 from unsilent.events import EXIT_FILE, read_exit
-
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,18 @@ def execute(command: Sequence[str], directory: Path | None) -> Ended:
         UsageError: the command cannot be started.
     """
     directory = directory or out_of(command)
-    before = _stamp(directory)
-    own = _run(command)
+    before = stamp(directory)
+    with Children() as children:
+        children.start(command)
+        (own,) = children.wait()
+    return ended(own, directory, before)
+
+
+def ended(own: int, directory: Path | None, before: tuple[int, int] | None) -> Ended:
+    """How a command that ended with ``own`` has ended, ``before`` being the run's :func:`stamp` when it began."""
     outcome = None
     # A file that has not been written since is of an earlier run.
-    if directory is not None and _stamp(directory) not in (None, before):
+    if directory is not None and stamp(directory) not in (None, before):
         outcome = read_exit(directory)
     code = own if outcome is None or outcome["exit_code"] == EXIT_OK else int(outcome["exit_code"])
     return Ended(exit_code=code, own=own, outcome=outcome)
@@ -64,32 +67,8 @@ def out_of(command: Sequence[str]) -> Path | None:
     return found
 
 
-def _run(command: Sequence[str]) -> int:
-    child: subprocess.Popen[bytes] | None = None
-    early: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if child is None:
-            early.append(number)
-        else:
-            child.send_signal(number)
-
-    kept = {number: signal.signal(number, forward) for number in _FORWARDED}
-    try:
-        # A session of its own: Ctrl-C on a terminal would reach it a second time, besides the one we pass on.
-        child = subprocess.Popen(command, start_new_session=True)
-        for number in early:
-            child.send_signal(number)
-        code = child.wait()
-    except OSError as error:
-        raise UsageError(f"cannot start {command[0]}: {error.strerror or error}") from error
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-    return 128 - code if code < 0 else code
-
-
-def _stamp(directory: Path | None) -> tuple[int, int] | None:
+def stamp(directory: Path | None) -> tuple[int, int] | None:
+    """Tells one ``exit.json`` of a run directory from the next; None where there is none."""
     if directory is None:
         return None
     try:

@@ -87,11 +87,18 @@ class TextData:
         """The samples of ``rank`` in ``step``: int64, shape (samples, sequence_length + 1)."""
         if step < 0 or not 0 <= rank < self.world_size:
             raise UsageError(f"there is no batch for step {step}, rank {rank} of {self.world_size}")
-        share, extra = divmod(self.global_batch, self.world_size)
-        first = step * self.global_batch + rank * share + min(rank, extra)
-        count = share + (rank < extra)
-        starts = [self._window(n) * self.sequence_length for n in range(first, first + count)]
+        first = step * self.global_batch + sum(self.count(before) for before in range(rank))
+        starts = [self._window(n) * self.sequence_length for n in range(first, first + self.count(rank))]
         return self._samples(self._training, starts)
+
+    def count(self, rank: int) -> int:
+        """How many samples of each step are this rank's."""
+        share, extra = divmod(self.global_batch, self.world_size)
+        return share + (rank < extra)
+
+    def divides_into(self, micro_batch: int) -> bool:
+        """Whether all ranks have the same number of micro-batches of this size, and nothing is left over."""
+        return self.global_batch % (self.world_size * min(micro_batch, self.count(0))) == 0
 
     def evaluation_batch(self, samples: int = 32) -> torch.Tensor:
         """The same samples at every call and on every rank, spread over the held-out part."""

@@ -32,7 +32,9 @@ EXIT_INTERRUPTED = 130
 
 
 def this_attempt() -> str:
-    """The same for all ranks that one torchrun agent has started together, and for no other start."""
+    """The same for all ranks that one torchrun agent, or ``unsilent launch``, has started together; no other start's."""
+    if "UNSILENT_LAUNCH" in os.environ:
+        return os.environ["UNSILENT_LAUNCH"]
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return f"process {os.getpid()}"
     return f"agent {os.getppid()} {os.environ['TORCHELASTIC_RESTART_COUNT']} {os.environ.get('MASTER_PORT', '')}"

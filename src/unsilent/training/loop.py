@@ -12,8 +12,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -23,9 +23,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unsilent.checkpoint import Status, checkpoints_in
+from unsilent.checks.update import UpdateConfig
 from unsilent.config import GuardConfig
 from unsilent.errors import UsageError
-from unsilent.events import excluded_nodes, plain, read, write_exit
+from unsilent.events import add_start, excluded_nodes, plain, read, read_starts, write_exit
 from unsilent.guard import Guard, Outcome
 from unsilent.records import Action
 from unsilent.training.data import TextData, file_text, standard_library_text
@@ -34,6 +35,7 @@ from unsilent.training.model import MAX_POSITIONS, build_model, make_loss_fn, we
 from unsilent.training.presets import preset
 from unsilent.training.progress import Screen
 from unsilent.training.ranks import Ranks, join, node_of, ranks_from_environment
+from unsilent.weighing import mean_loss, share_of
 
 CHECKPOINTS = "checkpoints"
 
@@ -48,6 +50,8 @@ class Options:
     data: Path | None = None
     seed: int = 0
     batch: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
     sequence_length: int | None = None
     accumulate: int = 1
     learning_rate: float = 1e-3
@@ -60,6 +64,10 @@ class Options:
     replicas_every: int | None = 10
     mode: str = "act"
     quarantine: str = "ask"
+    update_rule: str = "off"
+    sensitivity: str | None = None
+    evidence: str = "digests"
+    ledger: Path | None = None
     resume: bool = True
     require_localization: bool = False
     unguarded: bool = False
@@ -68,8 +76,9 @@ class Options:
 
     def __post_init__(self) -> None:
         preset(self.preset)
-        at_least = {"steps": 1, "batch": 1, "sequence_length": 1, "accumulate": 1, "seed": 0, "warmup": 0,
-                    "save_every": 1, "eval_every": 1}  # fmt: skip
+        self.update_config()
+        at_least = {"steps": 1, "batch": 1, "global_batch": 1, "micro_batch": 1, "sequence_length": 1, "accumulate": 1,
+                    "seed": 0, "warmup": 0, "save_every": 1, "eval_every": 1}  # fmt: skip
         for name, smallest in at_least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
@@ -78,7 +87,11 @@ class Options:
             raise UsageError(f"--lr ({self.learning_rate}) and --clip ({self.clip}) must be positive")
         if self.length > MAX_POSITIONS:
             raise UsageError(f"--sequence-length is {self.length}: the models read at most {MAX_POSITIONS} tokens")
-        if self.samples % self.accumulate:
+        if self.global_batch is not None and self.batch is not None:
+            raise UsageError("--batch (samples per rank) and --global-batch (over all ranks) exclude one another")
+        if self.micro_batch is not None and self.accumulate > 1:
+            raise UsageError("--micro-batch and --accumulate exclude one another: each says how large a micro-batch is")
+        if self.global_batch is None and self.samples % self.accumulate:
             raise UsageError(
                 f"--accumulate {self.accumulate} does not divide the {self.samples} samples that each rank has per step"
             )
@@ -87,17 +100,61 @@ class Options:
 
     @property
     def samples(self) -> int:
-        """Samples per rank and step."""
+        """Samples per rank and step, where no global batch is given."""
         return self.batch if self.batch is not None else preset(self.preset).samples_per_rank
+
+    def shared_out(self, ranks: int, earlier: Mapping[str, Any] | None) -> Options:
+        """The same with the global batch and the micro-batch as numbers, so that they hold on any number of ranks.
+
+        Args:
+            earlier: the options of the start that this one goes on from: what is not said anew is as it was there.
+        """
+        was = earlier or {}
+        total = self.global_batch or was.get("global_batch") or self.samples * ranks
+        largest_share = math.ceil(total / ranks)
+        micro_batch = self.micro_batch or was.get("micro_batch") or math.ceil(largest_share / self.accumulate)
+        return replace(self, batch=None, global_batch=total, micro_batch=micro_batch, accumulate=1)
 
     @property
     def length(self) -> int:
         """Tokens per sample."""
         return self.sequence_length if self.sequence_length is not None else preset(self.preset).sequence_length
 
+    def update_config(self) -> UpdateConfig | None:
+        """Raises UsageError where the rule or the sensitivity is none that there is."""
+        if self.update_rule == "off":
+            if self.sensitivity is not None:
+                raise UsageError("--sensitivity needs an --update-rule that it is the sensitivity of")
+            return None
+        chosen: Any = self.sensitivity
+        with contextlib.suppress(TypeError, ValueError):  # else the name of a preset, or nothing
+            chosen = float(chosen)
+        return UpdateConfig(rule=self.update_rule, sensitivity=chosen)  # pyright: ignore[reportArgumentType]
+
     @property
     def checkpoints(self) -> Path:
         return self.out / CHECKPOINTS
+
+
+def options_to_json(options: Options) -> dict[str, Any]:
+    """Plain values; the path of the text is made absolute."""
+    data = None if options.data is None else options.data.resolve()
+    return plain(asdict(replace(options, data=data)))
+
+
+def options_from_json(record: Mapping[str, Any]) -> Options:
+    """The inverse of :func:`options_to_json`; what this version does not know is left out.
+
+    Raises:
+        UsageError: the values are none that ``unsilent train`` takes.
+    """
+    known = {field.name for field in fields(Options)}
+    values = {key: value for key, value in record.items() if key in known}
+    paths = {key: Path(values[key]) for key in ("out", "data", "ledger") if values.get(key) is not None}
+    try:
+        return Options(**{**values, **paths, "clip": float(values["clip"])})  # JSON has no infinity: it is a word there
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"the run was not started with options that are understood here: {error}") from error
 
 
 @dataclass(kw_only=True)
@@ -141,6 +198,7 @@ class Inject(Protocol):
         *,
         rank: int,
         world_size: int,
+        node: str,
         replaying: Callable[[], bool],
     ) -> Sequence[Injects]: ...
 
@@ -220,7 +278,7 @@ class Trainer:
         join(self.ranks)
         self.met = True
         self._build()
-        self._put_faults_in()
+        self._put_faults_in(node)
         with self._guarded(node):
             self._resume()
             loss = self._train()
@@ -242,13 +300,14 @@ class Trainer:
         return node
 
     def _build(self) -> None:
-        options, ranks = self.options, self.ranks
+        ranks = self.ranks
+        self.options = options = self.options.shared_out(ranks.size, self._earlier())
         torch.manual_seed(options.seed)
         text = standard_library_text() if options.data is None else file_text(options.data)
         self.data = TextData(
             text,
             sequence_length=options.length,
-            global_batch=options.samples * ranks.size,
+            global_batch=options.global_batch or ranks.size,
             world_size=ranks.size,
             seed=options.seed,
         )
@@ -261,6 +320,18 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.inner.parameters(), lr=options.learning_rate)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
 
+    def _earlier(self) -> dict[str, Any] | None:
+        """The options of the start that this one goes on from, None where the run begins anew; rank 0 looks."""
+        options = self.options
+        found: list[Any] = [None]
+        if self.ranks.rank == 0 and options.resume and not options.unguarded:
+            certified = any(saved.status is Status.CERTIFIED for saved in checkpoints_in(options.checkpoints))
+            starts = read_starts(options.out) if certified or excluded_nodes(options.out) else []
+            found = [starts[-1].get("options") if starts else None]
+        if self.ranks.size > 1:
+            dist.broadcast_object_list(found, src=0, device=self.ranks.device)
+        return found[0]
+
     def _rate(self, step: int) -> float:
         """Linear warm-up, then half a cosine down to a tenth."""
         warmup = self.options.warmup
@@ -269,13 +340,14 @@ class Trainer:
         share = min(1.0, (step - warmup) / max(1, self.options.steps - warmup))
         return 0.1 + 0.45 * (1 + math.cos(math.pi * share))
 
-    def _put_faults_in(self) -> None:
+    def _put_faults_in(self, node: str) -> None:
         if self.inject is not None:
             self._injectors = self.inject(
                 self.inner,
                 self.optimizer,
                 rank=self.ranks.rank,
                 world_size=self.ranks.size,
+                node=node,
                 replaying=lambda: self._guard is not None and self._guard.replayer.running,
             )
 
@@ -292,8 +364,11 @@ class Trainer:
             save_every=options.save_every,
             total_steps=options.steps,
             directory=options.out,
+            evidence=options.evidence,  # pyright: ignore[reportArgumentType]
+            ledger=options.ledger,
             node=node,
             require_localization=options.require_localization,
+            update=options.update_config(),
         )
         self._guard = Guard(
             self.model,
@@ -304,7 +379,20 @@ class Trainer:
             config=config,
         )
         self.result.nodes = list(self._guard.world.nodes)
+        if self.ranks.rank == 0:
+            add_start(options.out, self._start(self._guard))
         return self._guard
+
+    def _start(self, guard: Guard) -> dict[str, Any]:
+        """How this start was made, so that ``unsilent recheck`` and ``unsilent replay`` can make it again."""
+        return {
+            "run": guard.journal.run_id,
+            "command": "train",
+            "options": options_to_json(self.options),
+            "data_sha256": self.data.digest,
+            "world_size": self.ranks.size,
+            "environment": asdict(guard.world.environment),
+        }
 
     def _resume(self) -> None:
         """Load the newest certified checkpoint that verifies. Candidates are passed over: nothing vouches for them.
@@ -322,6 +410,10 @@ class Trainer:
             self._notice(f"resumed from {root}: {guard.steps} steps are done")
         elif saved:
             self._notice(f"{root} holds no certified checkpoint: the run begins at step 0")
+        size, total = self.options.micro_batch or self.data.global_batch, self.data.global_batch
+        if not self.data.divides_into(size):
+            shares = ", ".join(str(self.data.count(rank)) for rank in range(self.ranks.size))
+            self._notice(f"{total} samples per step do not divide evenly over the ranks ({shares}): each counts alike")
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -345,27 +437,33 @@ class Trainer:
         return loss
 
     def _step(self, step: int) -> Outcome:
-        parts = list(self.data.batch(step, self.ranks.rank).to(self.ranks.device).chunk(self.options.accumulate))
+        size = self.options.micro_batch or self.data.global_batch
+        parts = list(self.data.batch(step, self.ranks.rank).to(self.ranks.device).split(size))
+        # Where all ranks have the same, each part counts alike and nothing needs to be agreed on.
+        samples = None if self.data.divides_into(size) else [len(part) for part in parts]
         if self._guard is not None:
-            return self._guard.step(micro_batches=parts)
-        return self._plain_step(step, parts)
+            return self._guard.step(micro_batches=parts, samples=samples)
+        return self._plain_step(step, parts, samples)
 
-    def _plain_step(self, step: int, parts: list[torch.Tensor]) -> Outcome:
+    def _plain_step(self, step: int, parts: list[torch.Tensor], samples: list[int] | None) -> Outcome:
         """What a step is without a guard; a guarded one without a fault gives the same bits."""
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[torch.Tensor] = []
+        weights: list[float | None] = [None] * len(parts)
+        if samples is not None:
+            weights = [n * self.ranks.size / self.data.global_batch for n in samples]
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             ddp = self.model if isinstance(self.model, DistributedDataParallel) and not last else None
             with contextlib.nullcontext() if ddp is None else ddp.no_sync():
                 loss = self.loss_fn(self.model, part)
                 losses.append(loss.detach())
-                (loss / len(parts) if len(parts) > 1 else loss).backward()
+                share_of(loss, weight=weights[i], divide_by=len(parts)).backward()
         nn.utils.clip_grad_norm_(self.inner.parameters(), self.options.clip)
         self.optimizer.step()
         self.scheduler.step()
         self._steps += 1
-        return Outcome(loss=torch.stack(losses).mean(), step=step, action=Action.CONTINUE)
+        return Outcome(loss=mean_loss(losses, weights), step=step, action=Action.CONTINUE)
 
     def _save(self) -> None:
         every = self.options.save_every
@@ -380,7 +478,7 @@ class Trainer:
         self.inner.eval()
         try:
             batch = self.data.evaluation_batch().to(self.ranks.device)
-            parts = batch.split(max(1, self.options.samples // self.options.accumulate))
+            parts = batch.split(self.options.micro_batch or len(batch))
             return sum(float(self.loss_fn(self.inner, part)) * len(part) for part in parts) / len(batch)
         finally:
             self.inner.train()
@@ -413,7 +511,8 @@ class Trainer:
         result = self.result
         result.steps, result.checks = self.steps, self._checks()
         if loss is not None:
-            result.loss = self._over_ranks([float(loss)])[0] / self.ranks.size
+            share = self.data.count(self.ranks.rank) / self.data.global_batch
+            result.loss = self._over_ranks([float(loss) * share])[0]
         if self.ranks.rank == 0:
             result.evaluation_loss = self._evaluate()
             result.weights_sha256 = weights_sha256(self.inner)
