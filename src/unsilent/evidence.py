@@ -2,8 +2,8 @@
 
 ``evidence/<step>-<check>-<n>/evidence.json`` holds the record and, with level ``digests``, nothing else: no value of a
 tensor leaves the process. Level ``slices`` adds a few elements of the tensors that a check hands over (gradients,
-weights, activations); only ``full`` keeps them whole, and only ``full`` keeps anything of the batch. The whole folder
-has a size cap and keeps the newest bundles. Nothing here raises into training.
+weights, activations); only ``full`` keeps them whole, and only ``full`` keeps anything of the batch, and what a rerun
+needs (``bundle.py``). The whole folder has a size cap and keeps the newest bundles. Nothing here raises into training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from unsilent.events import plain
+from unsilent.events import plain, read_starts
 
 SCHEMA_VERSION = 1
 FOLDER = "evidence"
@@ -80,6 +80,7 @@ class EvidenceStore:
         tensors: Mapping[str, Any] | None = None,
         elements: Mapping[str, tuple[int, int]] | None = None,
         batch: Any = None,
+        parts: Mapping[str, Any] | None = None,
     ) -> Path | None:
         """Write one bundle and return its directory, None when nothing could be written.
 
@@ -90,11 +91,13 @@ class EvidenceStore:
             tensors: name → tensor that differs; nothing of the batch may be among them.
             elements: name → flat element range at which ``slices`` keeps the tensor; else its first elements.
             batch: the batch of that step, kept by ``full`` only.
+            parts: further content by name, the most important first, each kept as ``<name>.pt`` by ``full`` only. Where
+                not all of it fits, the last ones are left out, and ``left_out`` says how many bytes each would take.
         """
         if self.root is None:
             return None
         try:
-            return self._save(self.root, step, check, record, tensors or {}, elements or {}, batch)
+            return self._save(self.root, step, check, record, tensors or {}, elements or {}, batch, parts or {})
         except Exception:  # noqa: BLE001 - whatever a disk, a pickle or an odd tensor does, training goes on
             self.lost += 1
             return None
@@ -108,6 +111,7 @@ class EvidenceStore:
         tensors: Mapping[str, Any],
         elements: Mapping[str, tuple[int, int]],
         batch: Any,
+        parts: Mapping[str, Any],
     ) -> Path:
         level = self.level
         # Half the cap, so that one bundle never pushes all others out.
@@ -115,6 +119,7 @@ class EvidenceStore:
             level = Level.SLICES
         if level is Level.SLICES and len(tensors) * self.slice_elements * 16 > self.max_bytes // 2:
             level = Level.DIGESTS
+        kept, left_out = self._those_that_fit(level, _size_of(tensors) + _size_of(batch), parts)
         body = {
             "schema": SCHEMA_VERSION,
             "time": round(time.time(), 6),
@@ -126,24 +131,43 @@ class EvidenceStore:
             "tensors": {name: plain(tensor) for name, tensor in tensors.items()},
             "device_counters": dict(self._counters()) if self._counters is not None else {},
             "record": plain(record),
+            "left_out": left_out,
+            "run": next(reversed(read_starts(root.parent)), None),
         }
         text = (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "replace")
         bundle = self._new_bundle(root, step, check)
         try:
             if level is Level.SLICES and tensors:
-                kept = {name: self._slice(tensor, elements.get(name)) for name, tensor in tensors.items()}
-                _write_tensors(bundle / "slices.pt", kept)
+                slices = {name: self._slice(tensor, elements.get(name)) for name, tensor in tensors.items()}
+                _write_tensors(bundle / "slices.pt", slices)
             elif level is Level.FULL:
                 if tensors:
                     _write_tensors(bundle / "tensors.pt", {n: t.detach().cpu() for n, t in tensors.items()})
                 if batch is not None:
                     _write_tensors(bundle / "batch.pt", batch)
+                for name in kept:
+                    _write_tensors(bundle / f"{name}.pt", parts[name])
             _write(bundle / "evidence.json", text)  # last: a bundle without it was cut off
         except BaseException:
             shutil.rmtree(bundle, ignore_errors=True)
             raise
         self._make_room(root, newest=bundle)
         return bundle
+
+    def _those_that_fit(
+        self, level: Level, taken: int, parts: Mapping[str, Any]
+    ) -> tuple[tuple[str, ...], dict[str, int]]:
+        """(names of the parts that are kept, bytes of those that are not); below ``full`` none are, and none are missed."""
+        kept: list[str] = []
+        left_out: dict[str, int] = {}
+        for name, content in parts.items() if self.level is Level.FULL else ():
+            size = _size_of(content)
+            if level is Level.FULL and not left_out and taken + size <= self.max_bytes // 2:
+                kept.append(name)
+                taken += size
+            else:
+                left_out[name] = size
+        return tuple(kept), left_out
 
     def _new_bundle(self, root: Path, step: int, check: str) -> Path:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
