@@ -118,6 +118,51 @@ def test_when_none_is_left_it_stops_with_a_clear_error(pool3, tmp_path):
         assert "after each of 3 loads the gradient was not finite at step 9" in str(result.error)
 
 
+def start_again(rank: int, size: int, root: str, poison: bool) -> Ended:
+    """One start of a job that saves after every step. The first start has the bad value in all that it saves."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Table())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    said, error, loaded = io.StringIO(), None, 0
+    config = unsilent.GuardConfig(
+        node=f"node{rank}", save_every=1, replicas_every=4, keep_checkpoints=50, snapshot_every=None
+    )
+    with contextlib.redirect_stderr(said):
+        guard = unsilent.Guard(model, optimizer, square, config=config)
+        if poison:
+            with torch.no_grad():
+                model.module.table.weight[POISONED_ROW] = 1e30
+        try:
+            with guard:
+                if not poison:
+                    loaded = guard.load(root)
+                for step in range(loaded, END):
+                    guard.step(rows_of(step, rank, BAD_STEP))
+                    guard.save(root)
+        except (unsilent.CorruptionError, CheckpointError) as caught:
+            error = caught
+    return Ended(loaded, guard.steps, error, said.getvalue(), 0.0)
+
+
+def test_a_long_row_of_poisoned_checkpoints_is_given_up_fast_and_the_run_stops(pool3, tmp_path):
+    """Nine of them: one is distrusted, then two at once, four, and what is left; the runs in between save them anew."""
+    root, tried = tmp_path / "checkpoints", []
+    pool3.results(start_again, str(root), True)
+    assert [s.steps for s in checkpoints_in(root)] == list(range(1, BAD_STEP + 1))
+    while len(tried) < 30:
+        results = pool3.results(start_again, str(root), False)
+        assert {type(r.error) for r in results} in ({unsilent.IntegrityLost}, {CheckpointError})
+        if isinstance(results[0].error, CheckpointError):
+            break
+        assert results[0].error.verdict.suspects[0].device is None, "a device is blamed"
+        tried.append(results[0].loaded)
+    assert tried == [9] * 3 + [8] * 3 + [6] * 3 + [2] * 3
+    assert [s.steps for s in checkpoints_in(root)] == list(range(1, BAD_STEP + 1))  # none is deleted
+    assert {s.status for s in checkpoints_in(root)} == {Status.DISTRUSTED}
+    for result in results:
+        assert result.error.exit_code == 13 and "no checkpoint can be loaded" in str(result.error)
+
+
 def test_a_checkpoint_without_a_certificate_is_bounded_too(tmp_path):
     for _ in range(attempts.LIMIT):
         assert attempts.exhausted(tmp_path) == ""

@@ -16,6 +16,8 @@ from unsilent.checkpoint.together import Together
 from unsilent.errors import CheckpointError, UsageError
 from unsilent.inventory import Inventory
 
+_SHOWN = 8  # checkpoints that an error says something about
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
@@ -70,7 +72,9 @@ def load_first_good(order: list[Saved], live: Live, ranks: Together, where: Path
             if not problems:
                 return _put_back(saved, certificate, fresh, live, ranks, notices)
         notices += problems
-    found = "; ".join(str(n) for n in notices) or f"there is none in {where}"
+    found = "; ".join(str(n) for n in notices[:_SHOWN]) or f"there is none in {where}"
+    if len(notices) > _SHOWN:
+        found += f"; and {len(notices) - _SHOWN} more"
     raise CheckpointError(f"no checkpoint can be loaded: {found}")
 
 
@@ -83,7 +87,7 @@ def examine(path: Path) -> tuple[list[Problem], Certificate | None]:
         certificate = read_certificate(path)
     except CheckpointError as error:
         return [Problem(path=str(path), file=CERTIFICATE, reason=str(error))], None
-    poisoned = attempts.exhausted(path)
+    poisoned = attempts.distrusted(path)
     if poisoned:
         return [Problem(path=str(path), reason=f"it is distrusted: {poisoned}")], certificate
     if certificate is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,21 @@ from unsilent.checkpoint.together import Together
 from unsilent.checkpoint.verification import now, verify_files
 from unsilent.errors import CheckpointError, UsageError
 from unsilent.inventory import Inventory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A run came to grief after a load.
+
+    Attributes:
+        count: how often at that step by now.
+        reason: why the checkpoint is distrusted from now on, "" while it is not.
+        distrusted: updates completed of all checkpoints that lose their trust by it, the loaded one first.
+    """
+
+    count: int
+    reason: str = ""
+    distrusted: tuple[int, ...] = ()
 
 
 class CheckpointStore:
@@ -203,23 +218,40 @@ class CheckpointStore:
 
         self._ranks.first(f"mark {path.name} as {status.value}", mark)
 
-    def failed_after_load(self, path: Path, step: int) -> tuple[int, str]:
+    def failed_after_load(self, path: Path, step: int, *, loaded: int) -> Failure | None:
         """Hold it against the checkpoint at ``path`` that a run loaded from it failed at ``step``.
 
+        It counts soon after the load, and at any distance where a newer checkpoint has run out of attempts at that very
+        step. When the attempts of this one run out it is distrusted, with older ones (:mod:`unsilent.checkpoint.attempts`).
+
+        Args:
+            loaded: updates completed at the load.
+
         Returns:
-            How often it has happened by now, and why the checkpoint is distrusted from now on ("" while it is not).
+            None where the checkpoint is not concerned.
 
         Raises:
             OSError: it cannot be written beside the checkpoint.
         """
 
-        def count() -> tuple[int, str]:
+        def count() -> Failure | None:
+            around = checkpoints_in(self.root)
+            ran_out = [s.path for s in around if s.steps > loaded and attempts.exhausted(s.path)]
+            known = any(attempts.read(newer).get(step, 0) >= attempts.LIMIT for newer in ran_out)
+            if step - loaded >= attempts.SOON and not known:
+                return None
             number = attempts.add(path, step)
             reason = attempts.exhausted(path)
-            certificate = files.read_certificate(path) if reason else None
-            if certificate is not None and certificate.status is not Status.DISTRUSTED:
-                files.write_certificate(path, certificate.with_status(Status.DISTRUSTED, reason))
-            return number, reason
+            if not reason:
+                return Failure(count=number)
+            _distrust_on_disk(path, reason)
+            older = [s for s in reversed(around) if s.steps < loaded and not _is_distrusted(s)]
+            older = older[: attempts.at_once(len(ran_out)) - 1]
+            for saved in older:
+                why = f"{path.name} and {len(ran_out)} newer ones were poisoned, and it may be so too: {reason}"
+                attempts.condemn(saved.path, why)
+                _distrust_on_disk(saved.path, why)
+            return Failure(count=number, reason=reason, distrusted=(loaded, *(s.steps for s in older)))
 
         return self._ranks.first(f"count a failure after loading {path.name}", count)
 
@@ -274,3 +306,15 @@ def _is_certified(path: Path) -> bool:
     except CheckpointError:
         return False
     return certificate is not None and certificate.status is Status.CERTIFIED and not verify_files(path, certificate)
+
+
+def _is_distrusted(saved: Saved) -> bool:
+    return saved.damaged or saved.status is Status.DISTRUSTED or attempts.distrusted(saved.path) != ""
+
+
+def _distrust_on_disk(path: Path, reason: str) -> None:
+    """Mark its certificate, if it has one that can be read."""
+    with contextlib.suppress(CheckpointError):
+        certificate = files.read_certificate(path)
+        if certificate is not None and certificate.status is not Status.DISTRUSTED:
+            files.write_certificate(path, certificate.with_status(Status.DISTRUSTED, reason))
