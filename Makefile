@@ -6,13 +6,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help demo test lint bench false-alarms gpu-check install clean
+.PHONY: help demo test lint bench study-alpha false-alarms gpu-check install clean
 
 help:
 	@echo "make demo          watch a 4-rank run lose a rank to a silent fault, name it, and repair the step"
 	@echo "make test          lint and the whole test suite"
 	@echo "make lint          ruff, import contracts, types"
 	@echo "make bench         overhead and fingerprint benchmarks, into out/bench"
+	@echo "make study-alpha   what the update check catches at which sensitivity, into out/study-alpha (40 minutes)"
 	@echo "make false-alarms  many clean checks, counted, into out/false-alarms"
 	@echo "make gpu-check     what only a GPU can show; skipped with a notice where there is none"
 	@echo "make clean         remove .venv, out and caches"
@@ -47,6 +48,9 @@ lint: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/overhead_bench.py --out out/bench
 	@$(BIN)/python benchmarks/fingerprint_bench.py --out out/bench
+
+study-alpha: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent study alpha --out out/study-alpha
 
 false-alarms: $(STAMP)
 	@$(BIN)/python benchmarks/false_alarms_bench.py --out out/false-alarms

@@ -17,6 +17,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from unsilent.checks.audit import AuditConfig
     from unsilent.checks.finite import FiniteConfig
+    from unsilent.checks.update import UpdateConfig
+    from unsilent.checks.update_rules import SDCDetector
     from unsilent.config import GuardConfig
     from unsilent.errors import (
         CheckpointError,
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
         UnsilentError,
         UsageError,
     )
-    from unsilent.fingerprint import Fingerprint, fingerprint
+    from unsilent.fingerprints import Fingerprint, fingerprint
     from unsilent.guard import Guard, Outcome
     from unsilent.records import Action, Kind, Site, Suspect, Verdict
 
@@ -36,7 +38,7 @@ _HOME = {
     "AuditConfig": "unsilent.checks.audit",
     "CheckpointError": "unsilent.errors",
     "CorruptionError": "unsilent.errors",
-    "Fingerprint": "unsilent.fingerprint",
+    "Fingerprint": "unsilent.fingerprints",
     "FiniteConfig": "unsilent.checks.finite",
     "Guard": "unsilent.guard",
     "GuardConfig": "unsilent.config",
@@ -45,12 +47,14 @@ _HOME = {
     "Outcome": "unsilent.guard",
     "Quarantine": "unsilent.errors",
     "RankFailure": "unsilent.errors",
+    "SDCDetector": "unsilent.checks.update_rules",
     "Site": "unsilent.records",
     "Suspect": "unsilent.records",
     "UnsilentError": "unsilent.errors",
+    "UpdateConfig": "unsilent.checks.update",
     "UsageError": "unsilent.errors",
     "Verdict": "unsilent.records",
-    "fingerprint": "unsilent.fingerprint",
+    "fingerprint": "unsilent.fingerprints",
 }
 
 __all__ = [
@@ -67,9 +71,11 @@ __all__ = [
     "Outcome",
     "Quarantine",
     "RankFailure",
+    "SDCDetector",
     "Site",
     "Suspect",
     "UnsilentError",
+    "UpdateConfig",
     "UsageError",
     "Verdict",
     "fingerprint",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from unsilent.errors import EXIT_BAD_CHECKPOINT, EXIT_INTERNAL, EXIT_OK, UnsilentError, UsageError
+from unsilent.errors import EXIT_BAD_CHECKPOINT, EXIT_INTERNAL, EXIT_OK, EXIT_QUARANTINE, UnsilentError, UsageError
 
 app = typer.Typer(
     name="unsilent",
@@ -27,6 +27,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+ledger_app = typer.Typer(
+    help="What is known of each device over many runs.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+app.add_typer(ledger_app, name="ledger")
+study_app = typer.Typer(
+    help="What the checks catch, measured on injected faults.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+app.add_typer(study_app, name="study")
 
 Command = TypeVar("Command", bound=Callable[..., None])
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
@@ -87,6 +96,13 @@ def train(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of samples.")] = 0,
     batch: Annotated[int | None, typer.Option(help="Samples per rank and step; by default the preset's.")] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(help="Samples per step over all ranks, instead; kept, as the data order is, on other ranks too."),
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Most samples per micro-batch; by default a rank's, or as --accumulate says.")
+    ] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Bytes per sample; by default the preset's.")] = None,
     accumulate: Annotated[int, typer.Option(help="Split each rank's samples into so many micro-batches.")] = 1,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
@@ -103,9 +119,25 @@ def train(
     replicas_every: Annotated[int, typer.Option(help="Steps between votes over the replicas; 0 for none.")] = 10,
     mode: Annotated[str, typer.Option(help="act repairs; observe records only.")] = "act",
     quarantine: Annotated[str, typer.Option(help="ask before a node is taken out, or auto.")] = "ask",
+    update_rule: Annotated[
+        str,
+        typer.Option(
+            help="Statistic of each rank's own step that may ask for an audit: robust, harmful, ema, ema_mean, or off."
+        ),
+    ] = "off",
+    sensitivity: Annotated[
+        str | None,
+        typer.Option(help="Of that rule, larger alarms sooner: a number, or scarce, default, critical, debug."),
+    ] = None,
+    evidence: Annotated[
+        str, typer.Option(help="What is kept of a finding: digests, slices, or full, which unsilent replay needs.")
+    ] = "digests",
     resume: Annotated[
         bool, typer.Option(help="Go on from the newest certified checkpoint in OUT/checkpoints, if there is one.")
     ] = True,
+    ledger: Annotated[
+        Path | None, typer.Option(help="Directory that many runs share, for what is known of each device over runs.")
+    ] = None,
     fault: Annotated[Path | None, typer.Option(help="TOML file with faults to inject.")] = None,
     require_localization: Annotated[
         bool, typer.Option("--require-localization", help="Refuse to start on fewer than three nodes.")
@@ -130,6 +162,8 @@ def train(
             data=data,
             seed=seed,
             batch=batch,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
             sequence_length=sequence_length,
             accumulate=accumulate,
             learning_rate=lr,
@@ -142,6 +176,10 @@ def train(
             replicas_every=replicas_every or None,
             mode=mode,
             quarantine=quarantine,
+            update_rule=update_rule,
+            sensitivity=sensitivity,
+            evidence=evidence,
+            ledger=ledger,
             resume=resume,
             require_localization=require_localization,
             unguarded=unguarded,
@@ -158,17 +196,62 @@ def _read_faults(path: Path) -> Any:
 
     faults = read_faults(path)
 
-    def inject(model: Any, optimizer: Any, *, rank: int, world_size: int, replaying: Callable[[], bool]) -> Any:
+    def inject(
+        model: Any, optimizer: Any, *, rank: int, world_size: int, node: str, replaying: Callable[[], bool]
+    ) -> Any:
         from unsilent.lab.inject import Injector
 
         return [
-            Injector(model, optimizer, one, rank=rank, world_size=world_size, replaying=replaying) for one in faults
+            Injector(model, optimizer, one, rank=rank, world_size=world_size, node=node, replaying=replaying)
+            for one in faults
         ]
 
     return inject
 
 
 # What follows the first word of the child's command is the child's, options too, with or without "--".
+@app.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@_ends_well
+def launch_(
+    command: Annotated[
+        list[str],
+        typer.Argument(help="What torchrun is to run, after --: a script or -m MODULE.", metavar="-- COMMAND..."),
+    ],
+    nodes: Annotated[str, typer.Option(help="How many nodes to imitate on this machine, or names with commas.")] = "4",
+    nproc_per_node: Annotated[int, typer.Option(help="Processes on each node.")] = 1,
+    spares: Annotated[
+        str, typer.Option(help="Nodes that wait to take the place of a bad one: a number, or names with commas.")
+    ] = "0",
+    restarts: Annotated[int, typer.Option(help="How often the job may be started again.")] = 3,
+    run_on: Annotated[
+        str, typer.Option(help="Shell line that runs {command} on {node}; by default all nodes are imitated here.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="The run directory; by default the command's own --out.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a job under torchrun, an agent for each node, and start it again without a node that was taken out.
+
+    On exit code 11 all agents are ended and the job is started again on the nodes that are left, or with a spare in the
+    bad one's place, from the checkpoint that the verdict trusts. Every other code ends the launch.
+    """
+    from unsilent.launch import LAUNCH_FILE, launch, plan_from
+
+    plan = plan_from(
+        nodes=nodes,
+        spares=spares,
+        ranks_per_node=nproc_per_node,
+        restarts=restarts,
+        out=out,
+        command=command,
+        run_on=run_on,
+    )
+    code = launch(plan)
+    if as_json:
+        _print_json({"exit_code": code, "launch": json.loads((plan.directory / LAUNCH_FILE).read_text())})
+    raise typer.Exit(code)
+
+
+# As with launch.
 @app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @_ends_well
 def exec_(
@@ -176,20 +259,34 @@ def exec_(
     run: Annotated[
         Path | None, typer.Option("--run", "--out", help="The run directory; by default the command's own --out.")
     ] = None,
+    scheduler: Annotated[
+        str,
+        typer.Option(help="slurm: on code 11 requeue the job without the node; kubeflow: then end with 211; or none."),
+    ] = "none",
+    restarts: Annotated[int, typer.Option(help="How many nodes the scheduler may be told to leave out in all.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Run a launcher and return the run's own exit code, which torchrun turns into 1.
 
     The run's code is taken from its exit.json. A command that fails although its run ended in order keeps its own code.
     """
-    from unsilent.execute import execute
+    from unsilent.events import excluded_nodes
+    from unsilent.execute import execute, out_of
+    from unsilent.schedulers import Scheduler, tell
 
+    try:
+        told = Scheduler(scheduler)
+    except ValueError:
+        raise UsageError(f"--scheduler is {scheduler!r}: one of {', '.join(s.value for s in Scheduler)}") from None
     ended = execute(command, run)
     if ended.outcome is not None and ended.outcome["exit_code"] == EXIT_OK and ended.own != EXIT_OK:
         _say(f"the run ended in order, but the command ended with {ended.own}")
+    directory = run or out_of(command)
+    asked = directory is not None and told is not Scheduler.NONE and ended.exit_code == EXIT_QUARANTINE
+    code = tell(told, ended.exit_code, excluded_nodes(directory) if asked else (), restarts=restarts)
     if as_json:
-        _print_json({"exit_code": ended.exit_code, "command_exit_code": ended.own, "outcome": ended.outcome})
-    raise typer.Exit(ended.exit_code)
+        _print_json({"exit_code": code, "command_exit_code": ended.own, "outcome": ended.outcome})
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -201,9 +298,13 @@ def approve(
 ) -> None:
     """Give leave to take a node out; the run sees it at its next step."""
     from unsilent.events import approve as approve_node
+    from unsilent.ledger import note_approval
 
     approve_node(run, node)
     print(f"{node} is approved: the run takes it out at its next step")
+    problem = note_approval(run, node)
+    if problem:
+        _say(f"the approval stands, but the ledger could not be told of it: {problem}")
     if as_json:
         _print_json({"exit_code": EXIT_OK, "run": str(run), "approved": node})
 
@@ -211,20 +312,49 @@ def approve(
 @app.command()
 @_ends_well
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory.")],
+    directory: Annotated[Path | None, typer.Argument(metavar="DIR", help="Run directory.")] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Instead of a run: a ledger, as its directory or as the SQLite file built of it."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the report, as text, to OUT/report.txt.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What ran, what was checked, found and done, and what can be trusted."""
+    """What ran, what was checked, found and done, and what can be trusted. With --ledger: who comes back over runs."""
     from rich.console import Console
 
     from unsilent.report.text import render, render_text
+
+    if ledger is not None and directory is None:
+        _report_ledger(ledger, out, as_json=as_json)
+        return
+    if directory is None or ledger is not None:
+        raise UsageError("report takes a run directory, or --ledger with a ledger: one of the two")
 
     Console().print(render(directory))
     if out is not None:
         _write(out, "report.txt", render_text(directory))
     if as_json:
         _print_json(_report_record(directory))
+
+
+def _report_ledger(ledger: Path, out: Path | None, *, as_json: bool) -> None:
+    import time
+
+    from rich.console import Console
+
+    from unsilent.ledger import read_database, read_directory
+    from unsilent.report import ledger as over_runs
+    from unsilent.report.text import as_text
+
+    contents = read_directory(ledger) if ledger.is_dir() else read_database(ledger)
+    now = time.time()
+    rendered = over_runs.render(contents, source=str(ledger), now=now)
+    Console().print(rendered)
+    if out is not None:
+        _write(out, "report.txt", as_text(rendered))
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **over_runs.as_json(contents, source=str(ledger), now=now)})
 
 
 def _report_record(directory: Path) -> dict[str, Any]:
@@ -244,6 +374,37 @@ def _report_record(directory: Path) -> dict[str, Any]:
         "excluded": excluded_nodes(directory),
         "outcome": read_exit(directory),
     }
+
+
+@ledger_app.command("build")
+@_ends_well
+def ledger_build(
+    directory: Annotated[Path, typer.Argument(metavar="LEDGER_DIR", help="The directory that runs write to.")],
+    out: Annotated[Path, typer.Option(help="The SQLite file; on a local disk. One that is there is added to.")],
+    as_json: Json = False,
+) -> None:
+    """Fold the files of a ledger into one SQLite file; what cannot be read is named and left out."""
+    from unsilent.ledger import build
+
+    built = build(directory, out)
+    for problem in built.problems:
+        _say(str(problem))
+    if built.notice:
+        _say(built.notice)
+    print(f"{out}: {_count(built.runs, 'run')}, {_count(built.lines, 'line')}, {built.added} of them new")
+    if as_json:
+        _print_json(
+            {
+                "exit_code": EXIT_OK,
+                "ledger": str(out),
+                "runs": built.runs,
+                "lines": built.lines,
+                "added": built.added,
+                "journal": built.journal,
+                "notice": built.notice,
+                "problems": [vars(problem) for problem in built.problems],
+            }
+        )
 
 
 @app.command()
@@ -299,6 +460,95 @@ def _verified(path: Path) -> str:
     saved = look(path)
     status = saved.status.value if saved is not None and saved.status is not None else "unknown"
     return f"as its certificate says, files and tensors ({status})"
+
+
+@app.command()
+@_ends_well
+def replay(
+    bundle: Annotated[Path, typer.Argument(metavar="EVIDENCE_DIR", help="One bundle: RUN/evidence/STEP-CHECK-N.")],
+    entry: Annotated[
+        str | None,
+        typer.Option(help="module:function that returns (model, loss_fn); not needed for runs of unsilent train."),
+    ] = None,
+    trusted: Annotated[
+        bool, typer.Option("--trusted", help="The bundle is mine: unpickle a batch of whatever kind.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write what is found to OUT/replay.json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Rerun one finding from its evidence: does the faulty value come out again, or the agreed one? Needs evidence=full.
+
+    Exit 0: the agreed value comes out; 10: a wrong one, so this machine makes that error; 12: cannot be told.
+    """
+    from unsilent.offline.replay import replay as rerun
+
+    answer, record = rerun(bundle, entry=entry, trusted=trusted)
+    print(f"{bundle}: {answer.outcome.value}: {answer.reason}")
+    if out is not None:
+        _write(out, "replay.json", json.dumps(record, indent=2) + "\n")
+    if as_json:
+        _print_json(record)
+    raise typer.Exit(answer.exit_code)
+
+
+@app.command()
+@_ends_well
+def recheck(
+    checkpoint: Annotated[Path, typer.Option("--from", help="The checkpoint to begin from; it is verified first.")],
+    steps: Annotated[str, typer.Option(help="The steps to compare, A..B.")],
+    run: Annotated[
+        Path | None,
+        # torchrun takes --run for an option of its own, so there is a longer name.
+        typer.Option("--run", "--run-directory", help="Run directory of unsilent train; by default the checkpoint's."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the rerun's log and recheck.json go.")] = Path("out/recheck"),
+    as_json: Json = False,
+) -> None:
+    """My loss looks wrong: was it hardware? Reruns steps of a run and compares them, bit for bit, with the run's log.
+
+    It starts as many ranks here as the run had, or runs on those of torchrun. Exit 0: the same values come out; 10: the
+    run's values were wrong; 12: cannot be told.
+    """
+    from unsilent.offline.recheck import on_ranks, plan, start_ranks, under_launcher
+
+    run = run if run is not None else checkpoint.resolve().parent.parent
+    wanted = plan(checkpoint, steps, run, out)
+    if wanted.world_size > 1 and not under_launcher():
+        words = [
+            "--from",
+            checkpoint,
+            "--steps",
+            steps,
+            "--run-directory",
+            run,
+            "--out",
+            out,
+            *(["--json"] if as_json else []),
+        ]
+        raise typer.Exit(start_ranks(wanted, out, [str(word) for word in words]))
+    from unsilent.training.loop import leave
+
+    leave(on_ranks(wanted, out, as_json=as_json))
+
+
+@study_app.command("alpha")
+@_ends_well
+def study_alpha(
+    out: Annotated[Path, typer.Option(help="Where results go, and the parts that a later start goes on from.")],
+    preset: Annotated[str, typer.Option(help="Size of the model: tiny, 60m (shorter), 350m, 1b.")] = "tiny",
+    quick: Annotated[bool, typer.Option("--quick", help="Under 2 minutes; its figures mean nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Which sensitivity of the update check catches which faults, with how many false alarms, for each rule."""
+    from unsilent.lab.studies.alpha_report import run
+
+    command = f"unsilent study alpha --preset {preset}{' --quick' if quick else ''} --out {out.name}"
+    record = run(out=out, preset=preset, shorter=quick, command=command)
+    for goal in record["goals"]:
+        print(f"{'met' if goal['met'] else 'NOT MET'}: {goal['goal']}: {goal['measured']}")
+    print(f"tables in {out / 'update.md'}, all figures in {out / 'update.json'}")
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **record})
 
 
 @app.command()

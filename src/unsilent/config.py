@@ -8,6 +8,7 @@ from typing import Literal
 
 from unsilent.checks.audit import AuditConfig
 from unsilent.checks.finite import FiniteConfig
+from unsilent.checks.update import UpdateConfig
 from unsilent.errors import UsageError
 
 
@@ -24,7 +25,14 @@ class GuardConfig:
             save runs all checks. Without it, name such steps with ``guard.step(..., saving=True)``.
         total_steps: the last step of the run, if known, runs all checks.
         recomputes: how often in a row one step may be recomputed.
+        snapshot_every: at least so many steps lie between two copies of weights and optimizer state in host memory, taken
+            when a vote found all replicas alike; a rollback goes back to the last one. None for none.
+        recovery_streams: on a GPU, micro-batches that a recovery computes anew are spread over so many streams; with more
+            than one, cuBLAS repeats its bits only if CUBLAS_WORKSPACE_CONFIG is set.
+        keep_batches: the batches of so many last steps are kept, so that a rollback can run these steps again.
         directory: run directory for events, evidence and ``exit.json``; None keeps none.
+        ledger: directory that many runs share, in which each keeps a file of what was found on which device; what it
+            holds against the devices of this run counts from the start. None keeps none.
         evidence: how much of a finding is kept: ``"digests"``, ``"slices"`` or ``"full"`` (with the batch).
         timeout_s: seconds within which every rank ends or raises once one has failed.
         on_guard_error: a fault in the guard itself switches the check off on all ranks (``"disable"``) or raises.
@@ -33,6 +41,7 @@ class GuardConfig:
         replicated_buffers: names of buffers that all ranks must hold alike; others may differ (BatchNorm).
         keep_checkpoints: how many checkpoints are kept, the newest certified one among them: that one and the one just
             written always stay. One without a certificate is not counted, and not deleted to make room.
+        update: a statistic of every rank's own step that asks for an audit where it stands out; None for none.
         require_localization: refuse to start where a persistent fault could not be pinned on one node.
     """
 
@@ -43,7 +52,11 @@ class GuardConfig:
     save_every: int | None = None
     total_steps: int | None = None
     recomputes: int = 3
+    snapshot_every: int | None = 10
+    keep_batches: int = 10
+    recovery_streams: int = 1
     directory: str | Path | None = None
+    ledger: str | Path | None = None
     evidence: Literal["digests", "slices", "full"] = "digests"
     timeout_s: float = 60.0
     on_guard_error: Literal["disable", "raise"] = "disable"
@@ -54,9 +67,10 @@ class GuardConfig:
     require_localization: bool = False
     finite: FiniteConfig = field(default_factory=FiniteConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    update: UpdateConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("audit_every", "replicas_every", "save_every", "total_steps"):
+        for name in ("audit_every", "replicas_every", "save_every", "total_steps", "snapshot_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}: it must be at least 1, or None to switch it off")
@@ -72,5 +86,8 @@ class GuardConfig:
                 raise UsageError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
         if self.recomputes < 0 or self.timeout_s <= 0:
             raise UsageError("recomputes must not be negative and timeout_s must be positive")
+        for name in ("keep_batches", "recovery_streams"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.keep_checkpoints < 1:
             raise UsageError(f"keep_checkpoints is {self.keep_checkpoints}: at least one checkpoint must be kept")

@@ -184,6 +184,9 @@ def _cost(preset_name: str, config: GuardConfig, ranks: int) -> dict[str, Any]:
         "bytes_optimizer": 2 * size,
         "bytes_kept_on_audit_steps": size,
         "bytes_replayed_on_audit_steps": size,
+        "bytes_snapshot_on_host": 3 * size if config.snapshot_every is not None and config.replicas_every else 0,
+        "bytes_kept_batches": config.keep_batches * work if config.snapshot_every is not None else 0,
+        "keep_batches": config.keep_batches,
         "bytes_agreed_vector": 8 * WORDS,
         "bytes_work_message": work + rows * (16 + _BYTES_OF_A_NAME),
         "bytes_repair_message": size,
@@ -213,6 +216,13 @@ def _cost_table(cost: dict[str, Any]) -> RenderableType:
         f"+ {_size(cost['bytes_kept_on_audit_steps'])} local gradients kept for a repair (act mode), "
         f"+ {_size(cost['bytes_replayed_on_audit_steps'])} gradients of the replay (twice that in the calibration)"
     )
+    rollback = "no snapshots: what a wrong weight has already spread stops the run"
+    if cost["bytes_snapshot_on_host"]:
+        rollback = (
+            f"{_size(cost['bytes_snapshot_on_host'])} of host memory for weights and AdamW as the last clean vote found "
+            f"them, and {_size(cost['bytes_kept_batches'])} for the batches of the last {cost['keep_batches']} steps, where "
+            "the batches lie"
+        )
     message = f"about {_size(cost['bytes_work_message'])} from each rank to its auditor: batch, random states, digests"
     repair = f"{_size(cost['bytes_repair_message'])} from the auditor to the faulty rank, and one more reduction"
     return _pairs(
@@ -225,6 +235,7 @@ def _cost_table(cost: dict[str, Any]) -> RenderableType:
         ("audit message", message),
         ("vote", votes),
         ("repair", repair),
+        ("rollback", rollback),
     )
 
 

@@ -1,7 +1,8 @@
 """The run log: what happened, one JSON line each, and the few small files that other programs read.
 
 A run directory holds ``events.jsonl`` (this log), ``exit.json`` (how it ended), ``exclude.json`` (nodes to leave out
-on restart) and ``approved.json`` (nodes that a person has given leave to take out). All ranks append to one log. No
+on restart), ``approved.json`` (nodes that a person has given leave to take out) and, of ``unsilent train``,
+``run.json`` (how each start was made, so that it can be rerun). All ranks append to one log. No
 function that a training process calls here raises because of a disk: what could not be written is counted and said in
 the next line that can. Only `approve` and `read`, which people call, raise, and then one clear sentence.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from unsilent.errors import UsageError
+from unsilent.lines import LineFile
 from unsilent.records import Action, Event, Site, Suspect, Verdict
 
 SCHEMA_VERSION = 1
@@ -29,6 +31,7 @@ EVENTS_FILE = "events.jsonl"
 EXIT_FILE = "exit.json"
 EXCLUDE_FILE = "exclude.json"
 APPROVED_FILE = "approved.json"
+RUN_FILE = "run.json"
 
 EventKind = Literal[
     "run_started",
@@ -49,29 +52,23 @@ EventKind = Literal[
     "quarantine",
     "finished",
     "notice",
+    "fingerprints",
+    "spike_confirmed",
 ]
 
 # These may be the last thing a process does, so they are on disk before the call returns.
 _DURABLE = frozenset({"verdict", "trust_withdrawn", "rank_failure", "needs_human", "ask", "quarantine", "finished"})
 _RESERVED = frozenset({"schema", "time", "rank", "run", "lost_before"})
-_LOCK_SECONDS = 5.0
 
 
 class EventLog:
     """Appends events of one rank to ``directory/events.jsonl``; usable from several threads.
-
-    Every line goes out in one ``write`` call on a descriptor opened with ``O_APPEND``, so that ranks sharing a local
-    directory do not cut each other's lines.
 
     Args:
         directory: the run directory, created when absent; None keeps no log.
         rank: the writer's global rank, None for a command that belongs to no rank.
         run_id: the same for all ranks of one start, so that lines of a resumed run can be told apart.
         clock: seconds since the epoch.
-
-    Attributes:
-        lost: how many events could not be written.
-        problem: why the last one could not, "" when nothing is wrong.
     """
 
     def __init__(
@@ -82,21 +79,22 @@ class EventLog:
         run_id: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.path = None if directory is None else Path(directory) / EVENTS_FILE
         self.rank = rank
         self.run_id = run_id
-        self.lost = 0
-        self.problem = ""
         self._clock = clock
-        self._lock = threading.Lock()
-        self._descriptor: int | None = None
-        self._unsaid = 0
-        self._torn = False
-        if self.path is not None:
-            try:
-                self._open(self.path)
-            except OSError as error:
-                self.problem = str(error)
+        self._file = None if directory is None else LineFile(Path(directory) / EVENTS_FILE)
+        if self._file is not None:
+            self._file.open()
+
+    @property
+    def lost(self) -> int:
+        """How many events could not be written."""
+        return 0 if self._file is None else self._file.lost
+
+    @property
+    def problem(self) -> str:
+        """Why the last one could not, "" when nothing is wrong."""
+        return "" if self._file is None else self._file.problem
 
     def write(
         self,
@@ -129,62 +127,15 @@ class EventLog:
             **fields,
         }
         body = {key: plain(value) for key, value in body.items()}
-        if self.path is not None:
+        if self._file is not None:
             head = {"schema": SCHEMA_VERSION, "time": round(now, 6), "rank": self.rank, "run": self.run_id}
-            self._append(self.path, {**head, "step": step, "kind": kind, **body}, durable=kind in _DURABLE)
+            self._file.append({**head, "step": step, "kind": kind, **body}, durable=kind in _DURABLE)
         return Event(kind=kind, step=step, time=now, fields={"rank": self.rank, "run": self.run_id, **body})
 
     def close(self) -> None:
         """Close the file; a later write opens it again."""
-        if self._lock.acquire(timeout=_LOCK_SECONDS):
-            try:
-                self._close()
-            finally:
-                self._lock.release()
-
-    def _append(self, path: Path, line: dict[str, Any], *, durable: bool) -> None:
-        # The lock is waited for with a limit: the watcher must get away even when the main thread hangs in a write.
-        if not self._lock.acquire(timeout=_LOCK_SECONDS):
-            self.lost += 1
-            self._unsaid += 1
-            self.problem = "another thread is stuck writing an event"
-            return
-        try:
-            descriptor = self._open(path)
-            if self._unsaid:
-                line["lost_before"] = self._unsaid
-            data = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
-            if self._torn:
-                data = b"\n" + data
-            written = os.write(descriptor, data)
-            self._torn = written < len(data)
-            if self._torn:
-                raise OSError(f"only {written} of {len(data)} bytes of an event fitted on the disk")
-            if durable:
-                os.fsync(descriptor)
-            self._unsaid = 0
-            self.problem = ""
-        except OSError as error:
-            self.lost += 1
-            self._unsaid += 1
-            self.problem = str(error)
-            self._close()
-        finally:
-            self._lock.release()
-
-    def _open(self, path: Path) -> int:
-        if self._descriptor is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            size = os.fstat(self._descriptor).st_size
-            # A writer that was killed may have left half a line: begin after it.
-            self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
-        return self._descriptor
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +237,24 @@ def excluded_nodes(directory: str | os.PathLike[str]) -> dict[str, str]:
     if reasons is None:
         raise UsageError(f"{path}: cannot be understood; repair it or remove it")
     return reasons
+
+
+def add_start(directory: str | os.PathLike[str], start: Mapping[str, Any]) -> bool:
+    """Add how this start of the run was made to ``run.json``; one rank calls it. True when it is on disk.
+
+    Args:
+        start: ``run`` (the id that its events carry), ``command``, ``options``, ``world_size``, ``environment``.
+    """
+    starts = [*read_starts(directory), dict(start)]
+    return _replace(Path(directory) / RUN_FILE, {"schema": SCHEMA_VERSION, "starts": starts})
+
+
+def read_starts(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The starts in ``run.json``, the oldest first; none when there is no such file or it cannot be understood."""
+    record = _load(Path(directory) / RUN_FILE)
+    starts = None if record is None else record.get("starts")
+    found = cast(list[Any], starts) if isinstance(starts, list) else []
+    return [cast(dict[str, Any], start) for start in found if isinstance(start, dict)]
 
 
 def approve(directory: str | os.PathLike[str], node: str) -> None:

@@ -16,9 +16,8 @@ import os
 import sys
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +25,24 @@ import torch
 from torch import nn
 
 from unsilent.agreement import Agreed, Agreement, Declaration
+from unsilent.calibration import Calibration
 from unsilent.checkpoint import Certificate, Status
 from unsilent.checkpoint import attach as attach_certificate
 from unsilent.checkpoint import certify as certify_state
 from unsilent.checkpoint import may_publish as may_publish_certificate
 from unsilent.checks.audit import Audit, Strength
-from unsilent.checks.finite import Finite, extremes
+from unsilent.checks.finite import Finite
 from unsilent.checks.protocol import Check, Coverage, Moment
 from unsilent.checks.replicas import Replicas
+from unsilent.checks.update import Update
 from unsilent.config import GuardConfig
 from unsilent.determinism import Kernels, missing_settings, running_with
 from unsilent.errors import (
     CheckpointError,
     CorruptionError,
-    Inconclusive,
-    IntegrityLost,
-    Quarantine,
     RankFailure,
     UsageError,
 )
-from unsilent.events import write_exclude
 from unsilent.generators import read_generators, write_generators
 from unsilent.inquiry import Finding, Inquiry
 from unsilent.inventory import Inventory
@@ -53,28 +50,21 @@ from unsilent.journal import Journal
 from unsilent.judge import judge_counters
 from unsilent.lifeline import HeldSignal, close_at_exit, tell_at_end, together
 from unsilent.localize import audit_ring
-from unsilent.policy import decide
-from unsilent.records import Action, CounterEvidence, Decision, Kind, Site, Verdict
-from unsilent.recovery.heal import heal
-from unsilent.recovery.rebuild import Share, rebuild
+from unsilent.records import Action, CounterEvidence, Site, Verdict
+from unsilent.recovery.rollback import Rollback
 from unsilent.reduction import Bucket, Reduction, check_supported, unwrap
 from unsilent.replay import MicroBatch, Recorder, Replayer, Work, pack
+from unsilent.response import Response, gravest
 from unsilent.ring import Ring
 from unsilent.schedule import Schedule
 from unsilent.standing import Standing
+from unsilent.streams import Streams
+from unsilent.weighing import Weighing, mean_loss, share_of
 from unsilent.world import World
 
 _PHASE_UPDATE, _PHASE_SAVE, _PHASE_END = 1, 2, 3
 #: what a message of the guard itself is about; inquiry, ring and standing have numbers of their own
-_TAG_RUN, _TAG_DETAILS, _TAG_ERRORS, _TAG_ENDED, _TAG_SENDABLE = 2, 10, 12, 14, 15
-
-#: What calibration tries, best first; each needs the work to repeat, and the last compares nothing.
-_LADDER = (
-    (Kernels.DETERMINISTIC, Strength.BITWISE),
-    (Kernels.MATH_ATTENTION, Strength.BITWISE),
-    (Kernels.DETERMINISTIC, Strength.LOSS_ONLY),
-    (Kernels.DEFAULT, Strength.OFF),
-)
+_TAG_RUN, _TAG_DETAILS, _TAG_ERRORS, _TAG_SENDABLE = 2, 10, 12, 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +141,14 @@ class Guard:
             raise
 
     def _open_journal(self) -> Journal:
-        run_id = self.world.gather(os.urandom(4).hex(), step=0, tag=_TAG_RUN)[0]
+        run_id = self.world.gather(os.urandom(8).hex(), step=0, tag=_TAG_RUN)[0]
         journal = Journal(
             self.config.directory,
             rank=self.world.rank,
             run_id=run_id,
             evidence=self.config.evidence,
             device=self.world.place.device if self.world.device.type == "cuda" else None,
+            ledger=self.config.ledger,
         )
         self._taken.callback(journal.close)
         journal.started()
@@ -170,7 +161,8 @@ class Guard:
             self._require_localization()
         self.reduction = Reduction(self.model, self._observers, self.world.watcher)
         self._taken.callback(self.reduction.close)
-        self.recorder = Recorder(self.inner)
+        self._weighing = Weighing(self.world, averages=self.reduction.ddp is not None)
+        self.recorder = Recorder(self.inner, synchronises=self.reduction.synchronises_buffers)
         self._taken.callback(self.recorder.close)
         self.replayer = Replayer(
             self.inner,
@@ -179,6 +171,7 @@ class Guard:
             scale=self.reduction.scale,
             written=self.recorder.written,
             traffic=self.world.job_traffic,
+            streams=Streams(streams, self.world.device) if (streams := self.config.recovery_streams) > 1 else None,
         )
         self._auditors = audit_ring(self.world.places)
         reduces = self.reduction.ddp is not None
@@ -201,15 +194,33 @@ class Guard:
             scale=self.reduction.scale,
         )
         self._taken.callback(self.audit.close)
+        self.update = None if self.config.update is None else Update(
+            self.inner, self.optimizer, self.config.update, reduces=reduces, scale=self.reduction.scale,
+            loss_scale=lambda: self.scaler.get_scale() if self.scaler is not None and self._scales else 1.0,
+            clip_norm=self.clip_norm, ranks=self.world.size,
+        )  # fmt: skip
         self.ring = Ring(self.world, self.replayer, self.audit, self._auditors)
+        self.rollback = Rollback(
+            self.world,
+            self.inventory,
+            self.reduction,
+            self.replayer,
+            update=self._apply,
+            scaler=self.scaler,
+            scheduler=self.scheduler,
+            keep=self.config.keep_batches,
+        )
+        self.calibration = Calibration(self.inner, self.audit, self.journal)
         self.standing = Standing(
             self.world,
             self.journal,
             directory=self.config.directory,
             keep=self.config.keep_checkpoints,
+            ledger=self.config.ledger,
             observe=self.config.mode == "observe",
         )
-        every: tuple[Check, ...] = (self.finite, self.replicas, self.audit)
+        own = () if self.update is None else (self.update,)
+        every: tuple[Check, ...] = (self.finite, self.replicas, self.audit, *own)
         self.checks = {check.name: check for check in every}
         self.inquiry = Inquiry(
             self.world,
@@ -221,6 +232,30 @@ class Guard:
             outside_state=lambda: self.recorder.outside_state,
             unreduced=self._unreduced_names,
             attempt=self._try,
+            update=self.update,
+            calibrated=lambda: self.calibration.done,
+        )
+        self.response = Response(
+            self.config,
+            self.world,
+            self.journal,
+            inventory=self.inventory,
+            reduction=self.reduction,
+            recorder=self.recorder,
+            ring=self.ring,
+            rollback=self.rollback,
+            finite=self.finite,
+            replicas=self.replicas,
+            audit=self.audit,
+            update=self.update,
+            calibration=self.calibration,
+            inquiry=self.inquiry,
+            standing=self.standing,
+            scaler=self.scaler,
+            scheduler=self.scheduler,
+            scales=self._scales,
+            attempt=self._try,
+            tally=self._tally,
         )
         self._observers += [_Guarded(self, check) for check in self.checks.values()]
         self._taken.callback(self._observers.clear)
@@ -231,23 +266,27 @@ class Guard:
         periods = {"audit": self.config.audit_every, "replicas": self.config.replicas_every}
         self._schedule = Schedule({name: period for name, period in periods.items() if period is not None})
 
-        self._rung = 0  # of _LADDER
-        self._calibrate_in = 1  # steps until the next calibration: after the first update, when its memory exists
         self._first = True
-        self._stopped = False  # by a verdict that was raised
         self._last_run = dict.fromkeys(self._schedule.periods, 0)
+        self._switched: dict[str, list[int]] = {}  # by kernels: steps not run with the default ones, not yet in the log
         self._check_errors: dict[str, str] = {}
         self._counts: dict[str, int] = dict.fromkeys(self.checks, 0)
-        self._alarms: Counter[str] = Counter()
 
         self._taken.callback(HeldSignal(self.world).release)
         self._taken.callback(atexit.unregister, close_at_exit(self))
         self._announce()
+        self.standing.suspicion.recall()
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def step(
-        self, batch: Any = None, *, micro_batches: Sequence[Any] | None = None, saving: bool = False, last: bool = False
+        self,
+        batch: Any = None,
+        *,
+        micro_batches: Sequence[Any] | None = None,
+        samples: Sequence[int] | None = None,
+        saving: bool = False,
+        last: bool = False,
     ) -> Outcome:
         """Run one guarded step: forward, backward, reduction, checks, and the update if nothing speaks against it.
 
@@ -255,37 +294,42 @@ class Guard:
             batch: this rank's batch, handed to ``loss_fn``; any pytree.
             micro_batches: instead of ``batch``, several whose gradients are accumulated, each loss divided by their
                 number.
+            samples: how many samples each micro-batch holds, so that each counts by them: the gradient is then that of
+                the mean over all samples of all ranks, which may have unequally many. Each loss must be a mean over
+                its samples. Given on every rank in every step, or on none in none.
             saving: the state after this step will be saved, so that all checks run.
             last: this is the last step, so that all checks run.
 
         Raises:
             Quarantine, IntegrityLost: on all ranks together; nothing was updated.
             RankFailure: another rank failed.
-            UsageError: no batch, or one that cannot be sent to the rank that audits it.
+            UsageError: no batch, one that cannot be sent to the rank that audits it, or samples that do not fit.
         """
         parts = list(micro_batches) if micro_batches is not None else [batch]
-        if not parts or (micro_batches is None and batch is None):
+        if (not parts and samples is None) or (micro_batches is None and batch is None):
             raise UsageError("step() needs a batch, or a non-empty list of micro_batches")
+        weights = self._weights(len(parts), samples)
         self._must_be_sendable(parts)
         with together(self.world, self.journal):
             moment, kernels = self._begin(saving=saving, last=last)
-            losses = self._forward_backward(parts, moment, kernels)
+            losses = self._forward_backward(parts, weights, moment, kernels)
             action, verdict = self._check(moment, losses, kernels)
-            self._update(moment)
-            loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-            return Outcome(loss=loss, step=moment.step, action=action, verdict=verdict)
+            self._update(moment, kernels)
+            return Outcome(loss=mean_loss(losses, weights), step=moment.step, action=action, verdict=verdict)
 
     def _begin(self, *, saving: bool, last: bool) -> tuple[Moment, Kernels]:
         """Whose turn it is in this step, and with which kernels it runs."""
         step = self.steps
-        self.journal.step = step
+        self.journal.begin_step(step)
+        self.standing.suspicion.begin_step(step)
         config = self.config
         announced = config.save_every is not None and (step + 1) % config.save_every == 0
         ends = config.total_steps is not None and step + 1 == config.total_steps
         due = set(self._schedule.due(step, forced=saving or last or announced or ends))
         if self._first and config.replicas_every is not None:
             due.add("replicas")
-        if (self._calibrate_in == 0 and config.audit_every is not None) or self.standing.watches_a_device:
+        audits = config.audit_every is not None or "update" in self.checks
+        if (self.calibration.due and audits) or self.standing.watches_a_device:
             due.add("audit")
         due &= set(self.checks)
         if self.audit.strength is Strength.OFF:
@@ -295,27 +339,31 @@ class Guard:
         self._must_not_be_overdue(moment)
         for name, check in self.checks.items():
             self._try(name, lambda check=check: check.begin(moment))
-        return moment, _LADDER[self._rung][0] if "audit" in due else Kernels.DEFAULT
+        kernels = self.calibration.kernels if "audit" in due else Kernels.DEFAULT
+        if kernels is not Kernels.DEFAULT and self._replicas_on:
+            self._switched.setdefault(kernels.value, []).append(step)
+        return moment, kernels
 
-    def _forward_backward(self, parts: list[Any], moment: Moment, kernels: Kernels) -> list[torch.Tensor]:
+    def _forward_backward(
+        self, parts: list[Any], weights: list[float | None], moment: Moment, kernels: Kernels
+    ) -> list[torch.Tensor]:
         """The user's own work, with a capture of what each micro-batch began from."""
         self.optimizer.zero_grad(set_to_none=True)
         audited = "audit" in moment.due
         self.recorder.begin_step(watch_attributes=audited)
-        if self._calibrate_in != 0:  # calibration compares the whole
+        if not self.calibration.due:  # calibration compares the whole
             self._rotate(moment, len(parts))
         losses: list[torch.Tensor] = []
         keep = audited and self.config.mode == "act"
         with self.reduction.step(keep=keep), running_with(kernels):
-            for i, part in enumerate(parts):
+            for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
                 last = i == len(parts) - 1
-                self.recorder.begin_micro_batch(part)
+                self.recorder.begin_micro_batch(part, weight)
                 self.audit.listen(i)
                 with contextlib.nullcontext() if last else self._no_sync():
                     loss = self.loss_fn(self.model, part)
                     losses.append(loss.detach().clone())
-                    loss = loss / len(parts) if len(parts) > 1 else loss
-                    self._scale_loss(loss).backward()
+                    self._scale_loss(share_of(loss, weight=weight, divide_by=len(parts))).backward()
         self.audit.listen(None)
         self.recorder.end_step()
         return losses
@@ -334,75 +382,85 @@ class Guard:
         start = self.recorder.attributes
         self.ring.begin(self.recorder.work(moment.step), kernels=kernels, start=start)
         if "audit" in moment.due and "audit" in self.checks:
-            self.inquiry.compare(own_replays=2 if self._calibrate_in == 0 else 0)
+            self.inquiry.compare(own_replays=2 if self.calibration.due else 0)
         for name, check in self.checks.items():
             self._try(name, lambda check=check: check.before_update(moment))
         first_verdict: Verdict | None = None
         first_action = Action.CONTINUE
+        done: list[Action] = []
         # One look more than actions, so that whatever the last of them did is looked at too.
         for attempt in range(self.config.recomputes + 2):
             agreed = self._agree(moment.step, _PHASE_UPDATE)
             if agreed.raised("audit", "communicates") and self.audit.strength is not Strength.OFF:
-                self._stop_auditing(moment)
-            findings = self.inquiry.find(agreed, moment, losses)
+                # A rank that reran such work alone would wait for the others for ever.
+                self.audit.communicates = True
+                self.calibration.give_up(
+                    "the model's forward or backward communicates over the job's process group, so no rank can rerun "
+                    "work alone", moment.step,
+                )  # fmt: skip
+            findings = self._in_hindsight(self.inquiry.find(agreed, moment, losses))
             if not findings:
-                self._note_clean(moment, agreed, repaired=first_verdict is not None)
+                self._note_spikes(moment.step)
+                self._note_clean(moment, agreed, done)
                 break
             if attempt > self.config.recomputes:
                 assert first_verdict is not None
-                self._stop(first_verdict, f"{attempt} repairs and recomputations did not give a clean step")
-            decided = [(f, self._decide(f, moment, self.config.recomputes - attempt)) for f in findings]
-            finding, decision = max(decided, key=lambda pair: _SEVERITY[pair[1].would or pair[1].action])
-            self._record(decided, moment)
+                self.response.stop(
+                    first_verdict, moment.step, f"{attempt} repairs and recomputations did not give a clean step"
+                )
+            decided = [(f, self.response.decide(f, moment, self.config.recomputes - attempt)) for f in findings]
+            finding, decision = gravest(decided)
+            self.response.record(decided, moment)
             if first_verdict is None:
                 first_verdict, first_action = finding.verdict, decision.action
             begin = time.perf_counter()
-            if not self._act(finding, decision, [f for f, _ in decided], moment, losses):
+            if not self.response.act(finding, decision, [f for f, _ in decided], moment, losses):
                 self._note_unclean(moment, agreed)
                 break
             seconds = time.perf_counter() - begin
+            done.append(decision.action)
             self.journal.write(
                 "action", moment.step, verdict=finding.verdict, action=decision.action, seconds=seconds,
                 reason=decision.reason,
             )  # fmt: skip
-        if "audit" in moment.due and self._calibrate_in == 0:
-            self._calibrate_in = -1
-            self._announce_calibration(moment.step)
+        if "audit" in moment.due and self.calibration.due:
+            self.calibration.settle(moment.step)
         return first_action, first_verdict
 
-    def _update(self, moment: Moment) -> None:
-        """Unscale, clip, step, scaler, scheduler; findings made after it ride in the next step's vector."""
+    def _update(self, moment: Moment, kernels: Kernels) -> None:
+        """The update itself; findings made after it ride in the next step's vector."""
         self.reduction.forget()
+        if self._rolls_back:
+            self.rollback.remember(self.rollback.describe(self.recorder.work(moment.step), kernels))
         ran: list[bool] = []
         told = self.optimizer.register_step_post_hook(lambda *_: ran.append(True))
+        norm = self.finite.total_norm if "finite" in self.checks else None
         try:
-            if self.scaler is not None:
-                if self.clip_norm is not None:
-                    self.scaler.unscale_(self.optimizer)
-                    nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip_norm)
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            else:
-                if self.clip_norm is not None:
-                    self._clip(self.clip_norm)
-                self.optimizer.step()
+            self._apply(norm)
         finally:
             told.remove()
-        if self.scheduler is not None:
-            self.scheduler.step()
         for name, check in self.checks.items():
             self._try(name, lambda check=check: check.after_update(moment, skipped=not ran))
         self.steps += 1
         self._first = False
-        if self._calibrate_in > 0:
-            self._calibrate_in -= 1
+        self.calibration.updated()
 
-    def _clip(self, most: float) -> None:
-        """What ``clip_grad_norm_`` does, with the norm that the finite check has computed already."""
-        if "finite" in self.checks and self.finite.total_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.inner.parameters(), most, self.finite.total_norm)
+    def _apply(self, norm: torch.Tensor | None = None) -> None:
+        """Unscale, clip, step, scaler, scheduler; ``norm`` is that of the gradients, where it is known already."""
+        if self.scaler is not None:
+            if self.clip_norm is not None:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         else:
-            nn.utils.clip_grad_norm_(self.inner.parameters(), most)
+            if self.clip_norm is not None and norm is not None:  # what ``clip_grad_norm_`` does with the norm it takes
+                nn.utils.clip_grads_with_norm_(self.inner.parameters(), self.clip_norm, norm)
+            elif self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip_norm)
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     # ---- finding out -------------------------------------------------------------------------------------------------
 
@@ -429,182 +487,14 @@ class Guard:
             self._switch_off(failed, step)
         return agreed
 
-    # ---- deciding and acting -----------------------------------------------------------------------------------------
-
-    def _decide(self, finding: Finding, moment: Moment, recomputes_left: int) -> Decision:
-        verdict = finding.verdict
-        nodes = {s.node for s in verdict.suspects if s.node is not None}
-        reducible = self.reduction.hooked or self.reduction.ddp is None
-        in_state = verdict.site in (Site.WEIGHTS, Site.OPTIMIZER_STATE)
-        decision = decide(
-            verdict,
-            mode=self.config.mode,
-            quarantine=self.config.quarantine,
-            on_inconclusive=self.config.on_inconclusive,
-            strikes=self.standing.strikes(verdict, before=moment.step),
-            recomputes_left=recomputes_left if reducible else 0,
-            repair_possible=bool(finding.shares) and reducible,
-            # Nobody can have used the wrong state before it read clean: at the last step, or before the first one.
-            heal_allowed=in_state
-            and reducible
-            and (moment.first or self.standing.last_clean_vote >= moment.step - 1)
-            and self._can_heal(finding),
-            approved=bool(nodes & self.standing.approved()),
-            recorded_is_right=finding.recorded_is_right,
-            harmless=finding.harmless,
-        )
-        # A loss scaler skips such an update by itself.
-        must_not_pass = finding.bad_number and not finding.harmless and not self._scales
-        if decision.action is Action.CONTINUE and must_not_pass and self.config.mode == "act":
-            # P5: what is not finite never reaches the optimizer, whoever made it.
-            if recomputes_left > 0 and reducible:
-                return Decision(action=Action.RECOMPUTE, would=Action.RECOMPUTE, reason=decision.reason)
-            return Decision(action=Action.STOP, would=Action.STOP, reason="the gradient is not finite")
-        return decision
-
-    def _record(self, decided: list[tuple[Finding, Decision]], moment: Moment) -> None:
-        """Events, evidence and strikes of what was found; before anybody acts."""
-        for finding, decision in decided:
-            verdict = finding.verdict
-            self._alarms[verdict.check] += 1
-            would = decision.would or decision.action
-            self.journal.write("verdict", moment.step, verdict=verdict, action=decision.action, would=would.value)
-            self.journal.say(f"step {moment.step}: {verdict.kind.value}: {verdict.reason} -> {would.value}")
-            self._keep_evidence(finding, moment)
-            if verdict.check == "replicas" and verdict.kind is Kind.INCONCLUSIVE and self.inquiry.unlike_replicas:
-                self.journal.write("check_degraded", moment.step, check="replicas", reason=verdict.reason)
-            if would is not decision.action:
-                self.standing.unrepaired(verdict, moment.step)
-            if verdict.kind is not Kind.PERSISTENT:
-                continue
-            self.standing.strike(verdict, moment.step)
-            nodes = {s.node for s in verdict.suspects if s.node is not None}
-            second = self.standing.strikes(verdict, before=moment.step) >= 1
-            if second and would is not Action.QUARANTINE and nodes - self.standing.pending:
-                self.standing.pending |= nodes
-                self.journal.write("ask", moment.step, verdict=verdict, action=Action.QUARANTINE)
-                self.journal.say(f"take {', '.join(sorted(nodes))} out? unsilent approve RUN {' '.join(sorted(nodes))}")
-
-    def _act(
-        self, finding: Finding, decision: Decision, every: list[Finding], moment: Moment, losses: list[torch.Tensor]
-    ) -> bool:
-        """Do it. True when the step was rebuilt and must be looked at again; raises when the run must not go on."""
-        action, verdict = decision.action, finding.verdict
-        if action is Action.CONTINUE:
-            if verdict.kind is Kind.INCONCLUSIVE and verdict.check == "audit" and verdict.site is not Site.WEIGHTS:
-                self._degrade(verdict, moment)
-            return False
-        if action is Action.QUARANTINE:
-            self._quarantine(verdict)
-        if action is Action.STOP:
-            if verdict.kind is Kind.INCONCLUSIVE:
-                self._stop_undecided(verdict)
-            poisoned = verdict.kind is Kind.SOFTWARE and finding.bad_number
-            held = self.standing.not_finite_after_load(moment.step) if poisoned else ""
-            self._stop(verdict, f"{decision.reason}; {held}" if held else decision.reason)
-        if action is Action.ROLLBACK:
-            self._stop(verdict, decision.reason)
-        if action is Action.HEAL:
-            votes = tuple(vote for f in every for vote in f.votes)
-            healed = heal(self.world, self.inventory, votes)
-            shares = tuple(Share(auditee=rank, source=rank, digest=None) for rank in healed)
-        else:
-            shares = tuple({s.auditee: s for f in every for s in f.shares}.values())
-            if verdict.check == "audit" and not shares:
-                if verdict.kind is not Kind.INCONCLUSIVE or not finding.bad_number:
-                    return True  # nobody holds the right value: the same gradient must not pass as a new one
-                self.reduction.forget()  # work that repeats nowhere: all compute anew, and `finite` looks again
-        local: list[torch.Tensor] = []
-        if not rebuild(
-            self.world,
-            self.reduction,
-            self.ring,
-            shares,
-            losses,
-            observe=lambda b: local.extend(extremes([b])),
-            only=None if shares else self._wrong_buckets(every),
-        ):
-            return True
-        self.finite.recheck(local)
-        self.audit.settled()
-        if action is Action.HEAL or "replicas" in moment.due:
-            self.replicas.read(gradients=self.reduction.ddp is not None)
-        return True
-
-    def _wrong_buckets(self, every: list[Finding]) -> frozenset[int] | None:
-        """The buckets whose reduced values differ between ranks, where a vote has named them; None for all."""
-        votes = [vote for f in every for vote in f.votes if f.verdict.site is Site.REDUCTION]
-        differing = {vote.tensor.removeprefix("gradient.") for vote in votes if len(set(vote.digests)) > 1}
-        if not differing:
-            return None
-        wrong = {id(p) for name, p in self.inner.named_parameters() if name in differing}
-        return frozenset(b.index for b in self.reduction.buckets if any(id(p) in wrong for p in b.parameters))
-
-    def _can_heal(self, finding: Finding) -> bool:
-        """Whether the healed rank can rerun its work: alone, and from a capture that does not hold the wrong value."""
-        captured = {f"model.{name}" for name in self.recorder.written_now()}
-        return not self.audit.communicates and not any(
-            vote.tensor in captured for vote in finding.votes if len(set(vote.digests)) > 1
-        )
-
-    def _stop_auditing(self, moment: Moment) -> None:
-        """A replay used the job's process group: a rank that reran work alone would wait for the others for ever."""
-        self.audit.communicates = True
-        self._rung = len(_LADDER) - 1
-        self.audit.strength = Strength.OFF
-        self._calibrate_in = -1
-        text = (
-            "audits are off: the model's forward or backward communicates over the job's process group, so no rank can "
-            "rerun work alone"
-        )
-        self.journal.write("check_degraded", moment.step, check="audit", strength=Strength.OFF.value, reason=text)
-        self.journal.say(text)
-
-    def _degrade(self, verdict: Verdict, moment: Moment) -> None:
-        """Nothing repeats: take the next rung of the ladder and calibrate again in the next step."""
-        if "audit" not in moment.due or self._rung == len(_LADDER) - 1:
-            return
-        self._rung += 1
-        kernels, strength = _LADDER[self._rung]
-        if kernels is Kernels.MATH_ATTENTION and not _uses_attention(self.inner):
-            self._rung += 1
-            kernels, strength = _LADDER[self._rung]
-        self.audit.strength = strength
-        self._calibrate_in = 1 if strength is not Strength.OFF else -1
-        text = f"the audit compares from now on: {strength.value}, {kernels.value} kernels; {verdict.reason}"
-        self.journal.write("check_degraded", moment.step, check="audit", strength=strength.value, reason=text)
-        self.journal.say(text)
-
-    def _quarantine(self, verdict: Verdict) -> None:
-        nodes = sorted({s.node for s in verdict.suspects if s.node is not None})
-        resume = self.standing.resume_from()
-        if self.config.directory is not None and self.world.rank == 0:
-            write_exclude(self.config.directory, nodes, verdict.reason)
-        self.journal.write("quarantine", self.steps, verdict=verdict, action=Action.QUARANTINE, resume_from=resume)
-        where = f"; resume from {resume}" if resume else "; no certified checkpoint to resume from"
-        raise self._ended(
-            Quarantine(f"restart without {', '.join(nodes)}: {verdict.reason}{where}", verdict=verdict,
-                       resume_from=resume)
-        )  # fmt: skip
-
-    def _stop(self, verdict: Verdict, reason: str) -> None:
-        resume = self.standing.resume_from()
-        where = f"; resume from {resume}" if resume else "; no certified checkpoint to resume from"
-        raise self._ended(IntegrityLost(f"{verdict.reason}; {reason}{where}", verdict=verdict, resume_from=resume))
-
-    def _stop_undecided(self, verdict: Verdict) -> None:
-        raise self._ended(Inconclusive(verdict.reason, verdict=verdict, resume_from=self.standing.resume_from()))
-
-    def _ended(self, error: CorruptionError) -> CorruptionError:
-        """Put the outcome on disk before any rank leaves."""
-        self._stopped = True
-        self.journal.ended(error, self.steps)
-        self.world.gather(None, step=self.steps, tag=_TAG_ENDED)
-        return error
+    def _in_hindsight(self, findings: list[Finding]) -> list[Finding]:
+        """The findings as they look when what was found before is taken into account."""
+        return [replace(f, verdict=self.standing.suspicion.in_hindsight(f.verdict)) for f in findings]
 
     # ---- trust -------------------------------------------------------------------------------------------------------
 
-    def _note_clean(self, moment: Moment, agreed: Agreed, *, repaired: bool) -> None:
+    def _note_clean(self, moment: Moment, agreed: Agreed, done: list[Action]) -> None:
+        """The step is clean, after what was ``done`` about it."""
         for name in moment.due:
             self._last_run[name] = moment.step
         self._count(moment)
@@ -613,8 +503,10 @@ class Guard:
             self.standing.last_clean_vote = moment.step
             self._note_vote(moment, agreed)
         bitwise = "audit" in self.checks and self.audit.strength is Strength.BITWISE
-        if "audit" in moment.due and bitwise and not repaired and not agreed.raised("audit", "mismatch"):
+        if "audit" in moment.due and bitwise and not done and not agreed.raised("audit", "mismatch"):
             self.standing.audited(moment.step)
+        elif "audit" in moment.due and bitwise and {*done} <= {Action.REPAIR, Action.ROLLBACK}:  # by healthy devices
+            self.standing.mended(moment.step)
 
     def _note_unclean(self, moment: Moment, agreed: Agreed) -> None:
         for name in moment.due:
@@ -629,20 +521,62 @@ class Guard:
     def _note_vote(self, moment: Moment, agreed: Agreed) -> None:
         """The vote before an update is over the state that the updates before it have left."""
         state = ("counters", "weights", "optimizer_state", "buffers")
-        self.standing.voted(moment.step, alike=not any(agreed.differs("replicas", d) for d in state))
+        alike = not any(agreed.differs("replicas", d) for d in state)
+        self.standing.voted(moment.step, alike=alike)
+        if alike:
+            self._log_fingerprints()
+        every, last = self.config.snapshot_every, self.rollback.taken_at
+        if not alike or every is None or self.world.size == 1 or (last is not None and moment.step - last < every):
+            return
+        self.rollback.taken_at = moment.step
+        problem = self.rollback.take(moment.step, self.replicas.rows()) if self._rolls_back else ""
+        if problem:
+            self.journal.say(problem)
+
+    def _log_fingerprints(self) -> None:
+        """What the vote has read, so that ``unsilent recheck`` can compare a later run of these steps with it."""
+        if self.world.rank == 0:
+            self.journal.write(
+                "fingerprints", self.steps, steps=self.steps, switched=self._switched,
+                undone_after=self.rollback.went_back_to, **(self._try("replicas", self.replicas.fingerprints) or {}),
+            )  # fmt: skip
+        self._switched, self.rollback.went_back_to = {}, None
 
     @property
     def counts(self) -> dict[str, int]:
         """How often each check has run on this rank since the start, whatever it found."""
         return dict(self._counts)
 
+    def _note_spikes(self, step: int) -> None:
+        """What stood out in this step's updates was looked into, and nothing was wrong with it."""
+        found = self.inquiry.confirmed
+        if found is None or self.update is None:
+            return
+        self.update.confirmed()
+        ranks, tensors = [s.rank for s in found.spikes], [s.tensor for s in found.spikes]
+        told = f"rank {found.spikes[0].rank}, {tensors[0]}: {found.spikes[0].reason}; {found.how}"
+        if not found.real:
+            self.journal.write("notice", step, text=f"a spike that nobody could look into: {told}")
+            self.journal.say(f"step {step}: a spike that nobody could look into: {told}")
+            return
+        self.journal.write(
+            "spike_confirmed", step, check="update", site=Site.GRADIENT, ranks=ranks, tensors=tensors, reason=told
+        )
+        self.journal.say(f"step {step}: a real spike: {told}")
+
     def _count(self, moment: Moment) -> None:
         for name in self.checks:
-            self._counts[name] += name == "finite" or name in moment.due
+            self._counts[name] += name in ("finite", "update") or name in moment.due
 
     @property
     def _scales(self) -> bool:
         return self.scaler is not None and self.scaler.is_enabled()
+
+    @property
+    def _rolls_back(self) -> bool:
+        """Whether what a rollback needs is kept."""
+        on = self.config.mode == "act" and self.config.snapshot_every is not None and self._replicas_on
+        return on and self.world.size > 1
 
     @property
     def _replicas_on(self) -> bool:
@@ -651,7 +585,7 @@ class Guard:
     def _tally(self) -> dict[str, dict[str, int]]:
         """For the log, which rank 0 writes: all ranks run the same checks, so it speaks for all of them."""
         ranks = self.world.size
-        return {name: {"ran": n * ranks, "alarms": self._alarms[name]} for name, n in self._counts.items()}
+        return {name: {"ran": n * ranks, "alarms": self.response.alarms[name]} for name, n in self._counts.items()}
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -671,11 +605,13 @@ class Guard:
             IntegrityLost, Quarantine: what was found cannot be put right here.
         """
         with together(self.world, self.journal, CheckpointError, UsageError, OSError):
-            alike = not self._replicas_on or self._vote_now(_PHASE_SAVE)
+            unsound = self.response.unsound
+            alike = not unsound and (not self._replicas_on or self._vote_now(_PHASE_SAVE))
             observe = self.config.mode == "observe"
             if not alike and not observe:
-                self.journal.write("checkpoint_refused", self.steps, path=str(root), reason="its checks failed")
-                self.journal.say(f"no checkpoint of step {self.steps} was written: its checks failed")
+                reason = unsound or "its checks failed"
+                self.journal.write("checkpoint_refused", self.steps, path=str(root), reason=reason)
+                self.journal.say(f"no checkpoint of step {self.steps} was written: {reason}")
                 return None
             store = self.standing.store(root)
             status = self.standing.status_of_next(self.steps) if alike else Status.CANDIDATE
@@ -733,10 +669,13 @@ class Guard:
     def _begin_anew(self, steps: int) -> None:
         """The run goes on from a state that was loaded: nothing that was known of the one before holds for it."""
         torch.clear_autocast_cache()
+        self.response.unsound = ""
+        self._weighing.begin_anew()
+        self.rollback.begin_anew()
         self.steps = steps
         self._first = True
         self._last_run = dict.fromkeys(self._schedule.periods, steps)
-        self._calibrate_in = 1
+        self.calibration.begin_anew()
 
     def _vote_now(self, phase: int) -> bool:
         """A vote after the update. False when it found something; in act mode a lone replica is healed first."""
@@ -750,6 +689,7 @@ class Guard:
             self._counts["replicas"] += attempt == 0
             if not self.replicas.alarm(agreed):
                 self.standing.voted(self.steps, alike=True)
+                self._log_fingerprints()
                 return attempt == 0
             if self.config.mode == "observe":
                 self.standing.voted(self.steps, alike=False)
@@ -757,23 +697,24 @@ class Guard:
             evidence = self.replicas.evidence(self.steps, details)
             counters = judge_counters([e for e in evidence if isinstance(e, CounterEvidence)])
             record = {"replicas": evidence}
-            findings = [Finding(verdict=counters)] if counters else self.inquiry.find_votes(evidence, record)
+            voted = [Finding(verdict=counters)] if counters else self.inquiry.find_votes(evidence, record)
+            findings = self._in_hindsight(voted)
             if not findings:  # what differs is known to, between unlike environments: no one state to save
                 return False
             moment = Moment(step=self.steps, due=frozenset({"replicas"}))
             # The vote before this update was clean, so nobody has computed with the wrong replica yet.
-            decided = [(f, self._decide(f, moment, 0)) for f in findings]
-            self._record(decided, moment)
-            finding, decision = max(decided, key=lambda pair: _SEVERITY[pair[1].would or pair[1].action])
+            decided = [(f, self.response.decide(f, moment, 0)) for f in findings]
+            self.response.record(decided, moment)
+            finding, decision = gravest(decided)
             if decision.action is Action.CONTINUE:
                 return False
-            if decision.action is Action.STOP and finding.verdict.kind is Kind.INCONCLUSIVE:
-                self._stop_undecided(finding.verdict)
-            if decision.action is not Action.HEAL:
-                self._stop(finding.verdict, decision.reason)
-            heal(self.world, self.inventory, tuple(vote for f, _ in decided for vote in f.votes))
-            self.journal.write("action", self.steps, verdict=finding.verdict, action=Action.HEAL)
-            self.replicas.read(gradients=False)
+            begin = time.perf_counter()
+            self.response.act_at_rest(finding, decision, findings, self.steps)
+            seconds = time.perf_counter() - begin
+            self.journal.write(
+                "action", self.steps, verdict=finding.verdict, action=decision.action, seconds=seconds,
+                reason=decision.reason,
+            )  # fmt: skip
         return False
 
     def certify(self, state: Mapping[str, Any]) -> Certificate:
@@ -788,7 +729,8 @@ class Guard:
             UsageError: a tensor cannot be certified.
         """
         with together(self.world, self.journal):
-            alike = not self._replicas_on or self._vote_now(_PHASE_SAVE)
+            unsound = self.response.unsound
+            alike = not unsound and (not self._replicas_on or self._vote_now(_PHASE_SAVE))
         certificate = certify_state(
             state,
             steps=self.steps,
@@ -797,7 +739,7 @@ class Guard:
         )
         if alike or self.config.mode == "observe":
             return certificate
-        reason = "its checks failed"
+        reason = unsound or "its checks failed"
         self.journal.write("checkpoint_refused", self.steps, reason=reason)
         self.journal.say(f"the state of step {self.steps} is not certified: {reason}")
         return certificate.with_status(Status.DISTRUSTED, reason)
@@ -835,7 +777,7 @@ class Guard:
         if self.config.replicas_every is None:
             off += [_uncovered(site, "replicas_every is None") for site in ("weights", "optimizer_state")]
             off.append(_uncovered("reduction", "replicas_every is None: reduced gradients that differ between ranks"))
-        for check in (self.finite, self.replicas, self.audit):
+        for check in (self.finite, self.replicas, self.audit, *(() if self.update is None else (self.update,))):
             if check.name not in self.checks:
                 off += [_uncovered(site.value, f"check {check.name} failed and is off") for site in check.sites]
         off.append(_uncovered("batch", "no check: wrong data that all ranks would compute alike is not seen"))
@@ -857,10 +799,10 @@ class Guard:
         watcher = self.world.watcher
         orderly = watcher.failure is None and not watcher.posted and error is None
         try:
-            if orderly and self.steps and self._replicas_on and not self._stopped:
+            if orderly and self.steps and self._replicas_on and not self.response.stopped:
                 with together(self.world, self.journal):
                     self._vote_now(_PHASE_END)
-            self.journal.finished(self.steps, tally=self._tally()) if orderly and not self._stopped else None
+            self.journal.finished(self.steps, tally=self._tally()) if orderly and not self.response.stopped else None
         except BaseException:
             orderly = False  # the others may have left already: nobody waits for anybody
             raise
@@ -932,6 +874,7 @@ class Guard:
             "run_started", self.steps, world_size=self.world.size, nodes=list(self.world.nodes),
             places=[vars(place) for place in self.world.places],
             mode=self.config.mode, quarantine=self.config.quarantine, environment=self.world.environment.digest,
+            directory=_absolute(self.config.directory), ledger=_absolute(self.config.ledger),
         )  # fmt: skip
         self.journal.write("coverage", self.steps, rows=[vars(row) for row in rows])
         for row in rows:
@@ -939,11 +882,6 @@ class Guard:
             self.journal.say(f"{row.site:<16} {row.check:<9} {covered}")
         for text in missing_settings():
             self.journal.say(text)
-
-    def _announce_calibration(self, step: int) -> None:
-        kernels, strength = _LADDER[self._rung]
-        self.journal.write("calibration", step, check="audit", strength=strength.value, kernels=kernels.value)
-        self.journal.say(f"calibration at step {step}: audits compare {strength.value}, {kernels.value} kernels")
 
     def _require_localization(self) -> None:
         if len(self.world.nodes) < 3:
@@ -970,9 +908,17 @@ class Guard:
         if self.audit.strength is not Strength.OFF:
             self.audit.record(losses)
 
+    def _weights(self, micro_batches: int, samples: Sequence[int] | None) -> list[float | None]:
+        """What each micro-batch counts; all ranks raise together where what is given does not fit."""
+        with together(self.world, self.journal):
+            self._weighing.must_be_as_before(samples)
+        with together(self.world, self.journal, UsageError):
+            return self._weighing.weights(micro_batches, samples, step=self.steps)
+
     def _must_be_sendable(self, parts: list[Any]) -> None:
         """Say in the first step that a batch cannot be sent, and not when it matters; all ranks raise together."""
-        if not self._first or "audit" not in self.checks or self.config.audit_every is None:
+        audits = self.config.audit_every is not None or "update" in self.checks
+        if not self._first or "audit" not in self.checks or not audits:
             return
         problem = ""
         try:
@@ -1014,16 +960,6 @@ class Guard:
             values["scheduler epoch"] = str(self.scheduler.last_epoch)
         return values
 
-    def _keep_evidence(self, finding: Finding, moment: Moment) -> None:
-        batch = None
-        if self.config.evidence == "full" and self.world.rank in self.ring.works:
-            batch = [m.batch for m in self.ring.works[self.world.rank].micro_batches]
-        wanted = set(finding.verdict.tensors)
-        tensors = {e.name: e.tensor for e in (*self.inventory.entries(), *self.inventory.gradients())
-                   if e.name in wanted}  # fmt: skip
-        record = {"verdict": finding.verdict, **finding.evidence}
-        self.journal.keep(moment.step, finding.verdict, record, tensors=tensors, batch=batch)
-
     def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
@@ -1043,18 +979,9 @@ class _Guarded:
             guard._try(self._check.name, lambda: self._check.before_reduction(bucket))
 
 
-_SEVERITY = {
-    action: i
-    for i, action in enumerate(
-        (Action.CONTINUE, Action.REPAIR, Action.RECOMPUTE, Action.HEAL, Action.ROLLBACK, Action.QUARANTINE, Action.STOP)
-    )
-}
+def _absolute(path: str | Path | None) -> str | None:
+    return None if path is None else str(Path(path).resolve())
 
 
 def _uncovered(site: str, why: str) -> Coverage:
     return Coverage(site=site, check="-", how="", when="", blind=why)
-
-
-def _uses_attention(model: nn.Module) -> bool:
-    """Whether another attention kernel could make a difference; a model may always hide one in plain code."""
-    return any("attention" in type(m).__name__.lower() or "attn" in type(m).__name__.lower() for m in model.modules())

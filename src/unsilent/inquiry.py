@@ -15,6 +15,7 @@ from unsilent.agreement import Agreed
 from unsilent.checks.audit import Audit, Strength
 from unsilent.checks.finite import Finite
 from unsilent.checks.protocol import Check, Moment
+from unsilent.checks.update import Update
 from unsilent.judge import (
     differs_by_environment,
     judge_audits,
@@ -23,7 +24,15 @@ from unsilent.judge import (
     judge_unreduced,
     judge_votes,
 )
-from unsilent.localize import agreed_value, holders, recorded_is_right, recorded_value, steady_value
+from unsilent.localize import (
+    agreed_value,
+    holders,
+    nothing_repeats,
+    outputs_by_rank,
+    recorded_is_right,
+    recorded_value,
+    steady_value,
+)
 from unsilent.records import (
     AuditEvidence,
     CounterEvidence,
@@ -31,6 +40,7 @@ from unsilent.records import (
     Kind,
     Place,
     Site,
+    SpikeEvidence,
     UnreducedEvidence,
     Verdict,
     VoteEvidence,
@@ -39,8 +49,17 @@ from unsilent.recovery.rebuild import Share
 from unsilent.ring import Ring
 from unsilent.world import World
 
-_TAG_DETAILS, _TAG_AUDITS, _TAG_VOTE, _TAG_TRAFFIC = 10, 11, 13, 14
+_TAG_DETAILS, _TAG_AUDITS, _TAG_VOTE, _TAG_TRAFFIC, _TAG_AGAIN = 10, 11, 13, 19, 17
 _STATE = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confirmed:
+    """Spikes of a step that turned out to be real, or (``how`` says why not) could not be looked into."""
+
+    spikes: tuple[SpikeEvidence, ...]
+    how: str
+    real: bool = True
 
 
 @dataclass
@@ -70,6 +89,8 @@ class Inquiry:
         weights_digest: one number over this rank's weights.
         unreduced: the names of parameters whose gradient no reduction has touched.
         attempt: runs a part of the check named; what it raises is flagged to all ranks and gives None.
+        update: the check whose spikes are looked into, None when it is off.
+        calibrated: whether it is known how far the work repeats here.
     """
 
     def __init__(
@@ -84,10 +105,15 @@ class Inquiry:
         outside_state: Callable[[], str],
         unreduced: Callable[[], tuple[str, ...]],
         attempt: Callable[[str, Callable[[], Any]], Any],
+        update: Update | None = None,
+        calibrated: Callable[[], bool] = lambda: True,
     ) -> None:
         self._world, self._ring, self._checks, self._finite, self._audit = world, ring, checks, finite, audit
         self._weights_digest, self._outside_state, self._unreduced = weights_digest, outside_state, unreduced
         self._attempt = attempt
+        self._update, self._calibrated = update, calibrated
+        #: what the last look made of this step's spikes, where it found nothing else; None without any
+        self.confirmed: Confirmed | None = None
         #: replicas in unlike environments have drifted apart; it has been said, and is not said again
         self.unlike_replicas = False
 
@@ -114,6 +140,7 @@ class Inquiry:
         return [replace(finding, bad_number=bad_number) for finding in self._find(agreed, moment, losses)]
 
     def _find(self, agreed: Agreed, moment: Moment, losses: list[torch.Tensor]) -> list[Finding]:
+        self.confirmed = None
         alarming = [name for name, check in self._checks.items() if check.alarm(agreed)]
         unreduced = agreed.raised("guard", "unreduced")
         if not alarming and not unreduced:
@@ -131,6 +158,11 @@ class Inquiry:
             if records is None:
                 return [Finding(verdict=_looked_in_vain(self._checks[name], moment.step))]
             evidence[name] = records
+        how = ""
+        if "update" in evidence and "finite" not in evidence and "audit" not in evidence:
+            audits, how = self._audit_spike(moment, losses)
+            if audits is not None:
+                evidence["audit"] = audits
         unlike = [a for a in evidence.get("audit", ()) if not a.weights_equal]
         if unlike and "replicas" not in evidence and "replicas" in self._checks:
             voted_now = self._vote(moment)
@@ -152,6 +184,12 @@ class Inquiry:
             findings = self._settle(list(evidence["audit"]), moment, losses, evidence, alarms={})
         if not findings and not voted and unlike:
             return [Finding(verdict=_unlike_weights(unlike), evidence=evidence)]
+        if "update" in evidence and not voted:
+            if findings and how and self._repeats_nowhere(evidence):
+                findings, how = [], "with the kernels of this step the work repeats on no device"
+                del evidence["audits"]
+            if not findings:
+                return self._weigh_spikes(evidence, moment, how)
         return findings or voted
 
     def _evidence(self, name: str, step: int, details: Sequence[tuple[Any] | None]) -> Sequence[Any] | None:
@@ -229,6 +267,61 @@ class Inquiry:
                 return None
         return self._settle(self._gather_audits(moment), moment, losses, evidence, alarms=alarms)
 
+    def _audit_spike(self, moment: Moment, losses: list[torch.Tensor]) -> tuple[list[AuditEvidence] | None, str]:
+        """The audit of this step that a spike asks for, and what it compares; None and why, where none is possible."""
+        if "audit" not in self._checks or self._audit.strength is not Strength.BITWISE:
+            return None, "audits are off or compare the loss only"
+        if not self._calibrated():
+            return None, "it is not known yet whether the work repeats"
+        whole = "audit" in moment.due and not self._audit.rotating
+        if self._audit.rotating:
+            self._audit.all_micro_batches()
+            self._attempt("audit", lambda: self._audit.record(losses))
+        if not whole:
+            self.compare()
+            if any(self._world.gather(self._audit.communicates, step=moment.step, tag=_TAG_TRAFFIC)):
+                self._audit.communicates = True  # flagged to all with the next agreed vector, which switches it off
+                return None, "the model communicates, so no rank can rerun its work alone"
+        return self._gather_audits(moment), "audited bit by bit"
+
+    def _weigh_spikes(self, evidence: dict[str, Any], moment: Moment, how: str) -> list[Finding]:
+        """Spikes that no audit has found fault with; where there was none, each rank reruns its own step and looks again.
+
+        What does not repeat bit by bit may still spike again: then it is the batch or the state. Where it does not,
+        nobody can tell who erred.
+        """
+        spikes: tuple[SpikeEvidence, ...] = tuple(evidence["update"])
+        if "audits" in evidence or "finite" in evidence:
+            audited = {a.auditee for a in evidence.get("audits", ()) if all(x.digest is not None for x in a.executions)}
+            real = all(spike.rank in audited for spike in spikes)
+            self.confirmed = Confirmed(spikes=spikes, how=how if real else "no audit of it could be made", real=real)
+            return []
+        if any(self._world.gather(self._audit.communicates, step=moment.step, tag=_TAG_TRAFFIC)):
+            self.confirmed = Confirmed(spikes=spikes, how=how, real=False)
+            return []
+        mine = self._attempt("update", self._comes_again) if self._spikes_here(spikes) else True
+        again: list[bool | None] = self._world.gather(mine, step=moment.step, tag=_TAG_AGAIN)
+        gone = [spike for spike in spikes if again[spike.rank] is False]
+        if not gone:
+            known = all(again[spike.rank] for spike in spikes)
+            told = f"{how}; its own rerun spikes again" if known else f"{how}, and its own rerun failed"
+            self.confirmed = Confirmed(spikes=spikes, how=told, real=known)
+            return []
+        return [Finding(verdict=_does_not_come_again(gone, how), evidence=evidence)]
+
+    def _repeats_nowhere(self, evidence: dict[str, Any]) -> bool:
+        """Whether the kernels of this step, which calibration need not have tried, give other bits each time."""
+        outputs = [outputs_by_rank(a, self._world.places) for a in evidence.get("audits", ())]
+        differing = [o for o in outputs if len({value for made in o.values() for value in made}) > 1]
+        return bool(differing) and all(nothing_repeats(o) for o in differing)
+
+    def _spikes_here(self, spikes: Sequence[SpikeEvidence]) -> bool:
+        return any(spike.rank == self._world.rank for spike in spikes)
+
+    def _comes_again(self) -> bool:
+        assert self._update is not None
+        return self._update.comes_again(self._ring.rerun(self._world.rank).gradients)
+
     def _gather_audits(self, moment: Moment) -> list[AuditEvidence]:
         details = self._world.gather(self._audit.details(), step=moment.step, tag=_TAG_AUDITS)
         return list(self._audit.evidence(moment.step, details))
@@ -304,6 +397,19 @@ def _unlike_weights(audits: Sequence[AuditEvidence]) -> Verdict:
         step=audits[0].step,
         check="audit",
         reason=f"ranks {pairs} hold unlike weights, and no vote over replicas could settle it; nobody is blamed",
+    )
+
+
+def _does_not_come_again(spikes: Sequence[SpikeEvidence], why: str) -> Verdict:
+    ranks = ", ".join(str(spike.rank) for spike in spikes)
+    return Verdict(
+        kind=Kind.INCONCLUSIVE,
+        site=Site.GRADIENT,
+        step=spikes[0].step,
+        check="update",
+        reason=f"the step of rank {ranks} stood out ({spikes[0].tensor}: {spikes[0].reason}) and its own rerun does not; "
+        f"bits cannot be compared: {why}; nobody is blamed",
+        tensors=tuple(dict.fromkeys(spike.tensor for spike in spikes)),
     )
 
 

@@ -5,15 +5,20 @@ Recovery goes from cheap to dear, and a node is taken out only when a person, or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from unsilent.records import Action, Decision, Kind, Site, Verdict
+from unsilent.recurrence import COMES_BACK
 
 Mode = Literal["observe", "act"]
 QuarantineBy = Literal["ask", "auto"]
 OnInconclusive = Literal["continue", "stop"]
+
+MOST_UNEXPLAINED = 0.05
+"""How far a recomputed gradient may lie from the recorded one, as a share of the norm, before a person is asked for."""
 
 _STATE_SITES = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
 
@@ -26,44 +31,42 @@ class TrustLoss:
     distrusted: tuple[int, ...] = ()
 
 
-def decide(
-    verdict: Verdict,
-    *,
-    mode: Mode,
-    quarantine: QuarantineBy,
-    strikes: int,
-    recomputes_left: int,
-    repair_possible: bool,
-    heal_allowed: bool,
-    approved: bool,
-    recorded_is_right: bool,
-    on_inconclusive: OnInconclusive,
-    harmless: bool = False,
-) -> Decision:
-    """The action for one verdict.
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What choosing an action depends on besides the verdict.
 
     Args:
-        strikes: PERSISTENT verdicts on that device before this one.
+        mode, quarantine, on_inconclusive: as configured.
+        strikes: what is held against that device from before this verdict, see :func:`unsilent.recurrence.strikes`.
         recomputes_left: how often this step may still be recomputed.
         repair_possible: a healthy rank holds the right gradient and it can still be put in place.
         heal_allowed: the same tensors read clean at the step before, so the wrong replica has reached nobody.
+        rollback_possible: a trusted state and the work of every step since are at hand, and reach back before the
+            first step that the fault can have touched.
+        contaminated: that device has computed since its last clean audit, and all replicas have taken its gradients in.
         approved: a person has approved taking the suspect's node out.
         recorded_is_right: the live value was the agreed one (the auditor or an arbiter erred).
         harmless: a SOFTWARE finding that this step cannot carry into the state (its update is skipped anyway).
     """
-    would = _in_act_mode(
-        verdict,
-        quarantine=quarantine,
-        strikes=strikes,
-        recomputes_left=recomputes_left,
-        repair_possible=repair_possible,
-        heal_allowed=heal_allowed,
-        approved=approved,
-        recorded_is_right=recorded_is_right,
-        on_inconclusive=on_inconclusive,
-        harmless=harmless,
-    )
-    if mode == "act":
+
+    mode: Mode = "act"
+    quarantine: QuarantineBy = "ask"
+    on_inconclusive: OnInconclusive = "continue"
+    strikes: float = 0.0
+    recomputes_left: int = 0
+    repair_possible: bool = False
+    heal_allowed: bool = False
+    rollback_possible: bool = False
+    contaminated: bool = False
+    approved: bool = False
+    recorded_is_right: bool = False
+    harmless: bool = False
+
+
+def decide(verdict: Verdict, situation: Situation) -> Decision:
+    """The action for one verdict."""
+    would = _in_act_mode(verdict, situation)
+    if situation.mode == "act":
         return would
     return Decision(
         action=Action.CONTINUE,
@@ -72,36 +75,26 @@ def decide(
     )
 
 
-def _in_act_mode(
-    verdict: Verdict,
-    *,
-    quarantine: QuarantineBy,
-    strikes: int,
-    recomputes_left: int,
-    repair_possible: bool,
-    heal_allowed: bool,
-    approved: bool,
-    recorded_is_right: bool,
-    on_inconclusive: OnInconclusive,
-    harmless: bool,
-) -> Decision:
+def _in_act_mode(verdict: Verdict, situation: Situation) -> Decision:
     if verdict.kind is Kind.INCONCLUSIVE:
-        if on_inconclusive == "stop":
+        if situation.on_inconclusive == "stop":
             return _take(Action.STOP, "nobody can tell the right value, and on_inconclusive is 'stop'")
         return _take(Action.CONTINUE, "nobody can tell the right value; the check is degraded, the step not certified")
 
     if verdict.kind is Kind.SOFTWARE:
-        if harmless:
+        if situation.harmless:
             return _take(Action.CONTINUE, "the cause is common to all ranks, and this step's update is skipped anyway")
         return _take(Action.STOP, "the cause is common to all ranks: a recomputation would give the same")
 
-    if verdict.kind is Kind.PERSISTENT and strikes >= 1:
+    if verdict.kind is Kind.PERSISTENT and situation.strikes >= COMES_BACK:
         node = next((suspect.node for suspect in verdict.suspects if suspect.node is not None), None)
         if node is None:
             waiting = "it came back, but no node can be named to take out"
-        elif quarantine == "auto" or approved:
-            who = "approved" if approved else "quarantine is 'auto'"
-            return _take(Action.QUARANTINE, f"PERSISTENT verdict number {strikes + 1} on this device ({who})")
+        elif situation.quarantine == "auto" or situation.approved:
+            who = "approved" if situation.approved else "quarantine is 'auto'"
+            return _take(
+                Action.QUARANTINE, f"{situation.strikes:.1f} strikes were held against this device already ({who})"
+            )
         else:
             waiting = f"waiting for approval: unsilent approve RUN {node}"
     elif verdict.kind is Kind.PERSISTENT:
@@ -109,39 +102,52 @@ def _in_act_mode(
     else:
         waiting = ""
 
-    fix = _restore_the_step(
-        verdict,
-        recomputes_left=recomputes_left,
-        repair_possible=repair_possible,
-        heal_allowed=heal_allowed,
-        recorded_is_right=recorded_is_right,
-    )
+    fix = _restore_the_step(verdict, situation)
     return _take(fix.action, f"{fix.reason}; {waiting}") if waiting else fix
 
 
-def _restore_the_step(
-    verdict: Verdict, *, recomputes_left: int, repair_possible: bool, heal_allowed: bool, recorded_is_right: bool
-) -> Decision:
+def _restore_the_step(verdict: Verdict, situation: Situation) -> Decision:
     """The cheapest way back to a right step."""
     if verdict.site in _STATE_SITES:
-        if heal_allowed:
+        if situation.heal_allowed:
             return _take(Action.HEAL, "the wrong replica has reached nobody: copied from the majority, then recomputed")
+        reached = "the wrong replica may have reached the others through its gradients"
+        if situation.rollback_possible:
+            return _take(Action.ROLLBACK, f"{reached}: back to a trusted state, and the steps since are run again")
+        return _take(Action.STOP, f"{reached}, and no trusted state at hand reaches back that far")
+    if verdict.kind is Kind.PERSISTENT and situation.contaminated and situation.rollback_possible:
         return _take(
             Action.ROLLBACK,
-            "the wrong replica may have reached the others through its gradients: back to the newest certified state",
+            "what it did since its last clean audit has reached every replica: back to the trusted state before, and the "
+            "steps since are run again, its share by its auditor",
         )
-    if recorded_is_right:
+    if situation.recorded_is_right:
         return _take(Action.CONTINUE, "the live value is the agreed one: only a replay was wrong")
     # What a reduction made is in no single rank's share, so nobody holds the right value.
-    if repair_possible and verdict.site is not Site.REDUCTION:
+    if situation.repair_possible and verdict.site is not Site.REDUCTION:
         return _take(Action.REPAIR, "a healthy rank holds the right gradient")
-    if recomputes_left > 0:
-        return _take(Action.RECOMPUTE, f"the right value is not at hand ({recomputes_left} recomputations left)")
+    left = situation.recomputes_left
+    if left > 0:
+        return _take(Action.RECOMPUTE, f"the right value is not at hand ({left} recomputations left)")
     return _take(Action.STOP, "the right value is not at hand and no recomputation is left")
 
 
 def _take(action: Action, reason: str) -> Decision:
     return Decision(action=action, reason=reason, would=action)
+
+
+def person_needed(verdicts: Sequence[Verdict], difference: float) -> str:
+    """Why a person must look at a step whose gradient was computed anew; "" when nobody must.
+
+    Args:
+        verdicts: what was found in this step. An exact check that could tell the cause explains any difference.
+        difference: of the recorded and the recomputed gradient, as a share of the norm; NaN where one was not finite.
+    """
+    explained = any(verdict.kind is not Kind.INCONCLUSIVE for verdict in verdicts)
+    if explained or difference <= MOST_UNEXPLAINED:
+        return ""
+    how = f"differ by {100 * difference:.3g} % of the norm" if math.isfinite(difference) else "are not both finite"
+    return f"the recorded and the recomputed gradient {how}, and no exact check explains it"
 
 
 def trust_lost(

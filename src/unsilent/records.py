@@ -171,6 +171,16 @@ class UnreducedEvidence:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpikeEvidence:
+    """A rank whose own step stands out from those before it: the tensor that does most, and why."""
+
+    step: int
+    rank: int
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Replay:
     """A request: ``executor`` reruns the work of ``auditee``, ``times`` times."""
 

@@ -10,7 +10,7 @@ bucket to the reduction of the guard that is open, and reduces as DDP does when 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unsilent.errors import RankFailure, UsageError
-from unsilent.fingerprint.fused import scale_and_sum
+from unsilent.fingerprints.fused import scale_and_sum
 from unsilent.watcher import Watcher
 
 
@@ -52,6 +52,18 @@ class Bucket:
             view = part.view(parameter.shape) if stride is None else part.as_strided(parameter.shape, stride)
             yield parameter, view
             at += parameter.numel()
+
+    def pack(self, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """A new flat buffer of this layout, filled from ``gradients`` (by ``id(parameter)``).
+
+        Gradients that are absent count as zero, as DDP counts unused parameters; they must be scaled already.
+        """
+        device = self.parameters[0].device
+        buffer = torch.zeros(self.buffer.shape, dtype=self.buffer.dtype, device=device)
+        for parameter, view in self.views(buffer):
+            if id(parameter) in gradients:
+                view.copy_(gradients[id(parameter)])
+        return buffer
 
 
 class Observer(Protocol):
@@ -135,6 +147,10 @@ class Reduction:
         """The buckets of the current step in index order, as far as they were reduced."""
         return tuple(self._buckets[i] for i in sorted(self._buckets))
 
+    def synchronises_buffers(self) -> bool:
+        """Whether the wrapper's forward, at this moment, begins with rank 0's buffers on all ranks."""
+        return self.ddp is not None and bool(self.ddp._check_sync_bufs_pre_fwd())
+
     def unreduced(self) -> tuple[nn.Parameter, ...]:
         """Parameters that hold a gradient no reduction has touched; empty when all is well or nothing reduces."""
         if self.ddp is None or not self.hooked:
@@ -145,19 +161,9 @@ class Reduction:
         # The wrapper's parameters, not the inner module's: a layer may have been hung on the wrapper itself.
         return tuple(p for p in self.ddp.parameters() if p.grad is not None and id(p) not in seen)
 
-    def local(self, index: int, gradients: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
-        """A new flat local buffer of one bucket: the kept copy, or packed from ``gradients`` (by ``id(parameter)``).
-
-        Gradients that are absent count as zero, as DDP counts unused parameters; they must be scaled already.
-        """
-        if gradients is None:
-            return self._kept[index].clone()
-        bucket = self._buckets[index]
-        buffer = torch.zeros_like(bucket.buffer)
-        for parameter, view in bucket.views(buffer):
-            if id(parameter) in gradients:
-                view.copy_(gradients[id(parameter)])
-        return buffer
+    def local(self, index: int, gradients: Mapping[int, torch.Tensor] | None = None) -> torch.Tensor:
+        """A new flat local buffer of one bucket: the kept copy, or packed from ``gradients``; see :meth:`Bucket.pack`."""
+        return self._kept[index].clone() if gradients is None else self._buckets[index].pack(gradients)
 
     def write(self, index: int, reduced: torch.Tensor) -> None:
         """Put a reduced buffer where the optimizer looks: into ``.grad`` of its parameters, and into the bucket."""

@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_map
 from unsilent.attributes import Attributes
 from unsilent.determinism import Kernels, running_with
 from unsilent.errors import UsageError
-from unsilent.fingerprint import combine, sums_many
+from unsilent.fingerprints import combine, sums_many
 from unsilent.generators import GeneratorStates, read_generators, write_generators
+from unsilent.streams import Streams
+from unsilent.weighing import share_of
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 _MOST_WATCHED = 1 << 22  # elements of a parameter without gradient that is looked at for writes of the forward
@@ -30,17 +32,21 @@ _MOST_WATCHED = 1 << 22  # elements of a parameter without gradient that is look
 class MicroBatch:
     """What one forward and backward started from.
 
-    ``buffers`` are those of the inner module when its forward began, after DDP's own broadcast.
+    ``buffers`` are those of the inner module when its forward began, after DDP's own broadcast. ``weight`` is what its
+    loss is multiplied by where micro-batches count by their samples, else None. ``synchronised`` says that the wrapper
+    had just given rank 0's buffers to all.
     """
 
     batch: Any
     generators: GeneratorStates
     buffers: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    weight: float | None = None
+    synchronised: bool = False
 
 
 @dataclass(frozen=True)
 class Work:
-    """A rank's work of one step: its micro-batches in order. Each loss is divided by ``divide_by``."""
+    """A rank's work of one step: its micro-batches in order. A loss without a weight is divided by ``divide_by``."""
 
     step: int
     micro_batches: tuple[MicroBatch, ...]
@@ -104,9 +110,11 @@ def pack(work: Work) -> bytes:
     def to_host(leaf: Any) -> Any:
         return _OnAccelerator(leaf.cpu()) if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf
 
-    parts = [(tree_map(to_host, m.batch), m.generators, tree_map(to_host, m.buffers)) for m in work.micro_batches]
+    parts = [
+        replace(m, batch=tree_map(to_host, m.batch), buffers=tree_map(to_host, m.buffers)) for m in work.micro_batches
+    ]
     try:
-        return pickle.dumps((work.step, work.divide_by, parts), protocol=pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(replace(work, micro_batches=tuple(parts)), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         kind = type(work.micro_batches[0].batch).__name__
         raise UsageError(
@@ -121,12 +129,12 @@ def unpack(data: bytes, device: torch.device) -> Work:
     def to_device(leaf: Any) -> Any:
         return leaf.host.to(device) if isinstance(leaf, _OnAccelerator) else leaf
 
-    step, divide_by, parts = pickle.loads(data)  # noqa: S301 - from a rank of the same job
-    micro_batches = tuple(
-        MicroBatch(batch=tree_map(to_device, b), generators=g, buffers=tree_map(to_device, buffers))
-        for b, g, buffers in parts
-    )
-    return Work(step=step, micro_batches=micro_batches, divide_by=divide_by)
+    work: Work = pickle.loads(data)  # noqa: S301 - from a rank of the same job
+    parts = [
+        replace(m, batch=tree_map(to_device, m.batch), buffers=tree_map(to_device, m.buffers))
+        for m in work.micro_batches
+    ]
+    return replace(work, micro_batches=tuple(parts))
 
 
 class Recorder:
@@ -134,10 +142,12 @@ class Recorder:
 
     Args:
         inner: the module under the DDP wrapper.
+        synchronises: whether the wrapper's forward that is running has given rank 0's buffers to all.
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, *, synchronises: Callable[[], bool] = lambda: False) -> None:
         self.inner = inner
+        self._synchronises = synchronises
         self._micro_batches: list[MicroBatch] = []
         self._open: MicroBatch | None = None
         self.attributes: Attributes | None = None
@@ -158,9 +168,9 @@ class Recorder:
         self.attributes = Attributes(self.inner) if watch_attributes else None
         self.rows = sums_many([p.detach() for p in self.inner.parameters()]) if watch_attributes else None
 
-    def begin_micro_batch(self, batch: Any) -> None:
+    def begin_micro_batch(self, batch: Any, weight: float | None = None) -> None:
         """Copy the batch's tensors (a user may change them in place) and the generators."""
-        self._open = MicroBatch(batch=copy_batch(batch), generators=read_generators())
+        self._open = MicroBatch(batch=copy_batch(batch), generators=read_generators(), weight=weight)
         self._micro_batches.append(self._open)
 
     def end_step(self) -> None:
@@ -208,6 +218,7 @@ class Recorder:
             written = self.written if first else {}  # later micro-batches begin with what the ones before have written
             state = {**dict(module.named_buffers()), **written}
             self._open.buffers = {n: b.detach().clone() for n, b in state.items()}
+            self._open.synchronised = self._synchronises()
             self._open = None
 
 
@@ -221,6 +232,7 @@ class Replayer:
         scale: what gradients are multiplied by after the backward, as the reduction did before they were recorded.
         written: parameters that forwards write, by name; the recorder keeps it up to date.
         traffic: how many collectives the job's group has begun so far.
+        streams: on which the micro-batches of a recovery are spread; None keeps them on one.
     """
 
     def __init__(
@@ -232,8 +244,10 @@ class Replayer:
         scale: float,
         written: Mapping[str, nn.Parameter],
         traffic: Callable[[], int] = lambda: 0,
+        streams: Streams | None = None,
     ) -> None:
         self.inner = inner
+        self.streams = streams
         self.loss_fn = loss_fn
         self.scale_loss = scale_loss
         self.scale = scale
@@ -241,31 +255,40 @@ class Replayer:
         self.traffic = traffic
         self.running = False
 
-    def run(self, work: Work, *, kernels: Kernels, start: Attributes | None = None) -> Execution:
+    def run(self, work: Work, *, kernels: Kernels, start: Attributes | None = None, spread: bool = False) -> Execution:
         """Compute loss, local gradients and written buffers of ``work`` with this rank's weights.
 
         Args:
             kernels: the mode that the recorded run had.
             start: attributes to begin from, where the live step took a snapshot of them.
+            spread: micro-batches may overlap on the device; those that write buffers never do.
 
         Raises:
             Exception: whatever the user's code raises; everything is put back first.
         """
+        streams = self.streams if spread and not work.micro_batches[0].buffers else None
         with self._preserved(), running_with(kernels):
             if start is not None:
                 start.restore()
             before, traffic = Attributes(self.inner), self.traffic()
             with self._leaves() as leaves:
                 losses: list[torch.Tensor] = []
-                for micro_batch in work.micro_batches:
-                    self._restore_buffers(micro_batch.buffers)
+                for i, micro_batch in enumerate(work.micro_batches):
+                    # Later ones begin with what the ones before have written here: their captures would bring back
+                    # what a faulty forward wrote.
+                    if i == 0 or micro_batch.synchronised:
+                        self._restore_buffers(micro_batch.buffers)
                     write_generators(micro_batch.generators)
                     torch.clear_autocast_cache()
-                    loss = self.loss_fn(self.inner, copy_batch(micro_batch.batch))
-                    losses.append(loss.detach())
-                    loss = loss / work.divide_by if work.divide_by > 1 else loss
-                    self.scale_loss(loss).backward()
+                    with streams.turn(i) if streams is not None else contextlib.nullcontext():
+                        loss = self.loss_fn(self.inner, copy_batch(micro_batch.batch))
+                        losses.append(loss.detach())
+                        loss = share_of(loss, weight=micro_batch.weight, divide_by=work.divide_by)
+                        # Gradients accumulate in this order all the same: autograd orders the streams of one leaf.
+                        self.scale_loss(loss).backward()
                 gradients = {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+            if streams is not None:
+                streams.join([*losses, *gradients.values()])
             if self.scale != 1.0:
                 for gradient in gradients.values():
                     gradient.mul_(self.scale)

@@ -139,9 +139,9 @@ class Ring:
             ]
         return current
 
-    def rerun(self, auditee: int) -> Run:
-        """Rerun work that this rank holds; raises what the user's code raises."""
-        return self.replayer.run(self.works[auditee], kernels=self.kernels, start=self._start)
+    def rerun(self, auditee: int, *, spread: bool = False) -> Run:
+        """Rerun work that this rank holds; raises what the user's code raises. ``spread`` as in :meth:`Replayer.run`."""
+        return self.replayer.run(self.works[auditee], kernels=self.kernels, start=self._start, spread=spread)
 
     def _parcel(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:
         if reading is None:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from unsilent.checkpoint import CheckpointStore, CheckRun, Status, Trust, attempts
+from unsilent.checkpoint import CheckpointStore, CheckRun, Saved, Status, Trust, attempts
 from unsilent.checkpoint.files import step_name
 from unsilent.errors import CheckpointError
 from unsilent.events import approved_nodes
 from unsilent.journal import Journal
 from unsilent.policy import trust_lost
-from unsilent.records import Site, Verdict
+from unsilent.records import Kind, Site, Verdict
+from unsilent.suspicion import Suspicion
 from unsilent.world import World
 
 T = TypeVar("T")
@@ -32,19 +33,29 @@ class Standing:
             when there was none. A vote at a save is not among them: the step that uses that state comes after it.
         last_clean_audit: the last step in which every rank passed a bitwise audit, also one before the restart that a
             certified checkpoint rests on; -1 when there was none.
+        vouched: the last step up to which every rank's work is vouched for: by a clean audit, or, where a device is audited
+            in every step, by audits whose findings were put right.
         certifies_nothing: why checkpoints cannot be certified any more, "" while they can.
         pending: nodes that wait for a person's approval.
+        suspicion: what is held against the devices.
     """
 
     def __init__(
-        self, world: World, journal: Journal, *, directory: str | Path | None, keep: int, observe: bool = False
+        self,
+        world: World,
+        journal: Journal,
+        *,
+        directory: str | Path | None,
+        keep: int,
+        ledger: str | Path | None = None,
+        observe: bool = False,
     ) -> None:
         self._world, self._journal, self._directory, self._keep = world, journal, directory, keep
+        self.suspicion = Suspicion(world, journal, directory=directory, ledger=ledger)
         self._observe = observe
-        self.last_clean_vote = self.last_clean_audit = -1
+        self.last_clean_vote = self.last_clean_audit = self.vouched = -1
         self.certifies_nothing = ""
         self.pending: set[str] = set()
-        self._strikes: dict[int, set[int]] = {}  # by rank, the steps of its PERSISTENT verdicts
         self._votes: dict[int, bool] = {}  # by updates completed, the oldest first: were the replicas alike?
         self._doubted_after: int | None = None  # set with certifies_nothing
         self._candidates: set[tuple[Path, int]] = set()  # root and updates of what a clean audit will certify
@@ -67,7 +78,7 @@ class Standing:
             store, path, status: where it was loaded from and how far it was trusted there; None for a state that the
                 user has loaded.
         """
-        self.last_clean_vote = self.last_clean_audit = -1
+        self.last_clean_vote = self.last_clean_audit = self.vouched = -1
         self._loaded = None
         self._votes.clear()
         self._candidates.clear()
@@ -77,6 +88,7 @@ class Standing:
         if store is None or path is None:
             return
         self._loaded = (store, path, steps)
+        self.suspicion.resumed()
         if status is Status.CERTIFIED:
             self.last_clean_audit = steps - 1
         else:  # the audits that certified ones rest on vouch for the states up to theirs
@@ -86,45 +98,51 @@ class Standing:
                 lambda: store.newest_certified(at_most=steps),
             )
             self.last_clean_audit = -1 if certified is None else certified.steps - 1
+        self.vouched = self.last_clean_audit
 
     def not_finite_after_load(self, step: int) -> str:
-        """A bad number that no device made stops the run at ``step``; soon after a load it is held against the checkpoint.
+        """A bad number that no device made stops the run at ``step``; it may be held against the checkpoint loaded last.
 
         Returns:
             What became of the checkpoint, in words; "" when it is not concerned.
         """
-        if self._loaded is None or step - self._loaded[2] >= attempts.SOON:
+        if self._loaded is None:
             return ""
         store, path, steps = self._loaded
         try:
-            count, distrusted = store.failed_after_load(path, step)
+            failure = store.failed_after_load(path, step, loaded=steps)
         except (OSError, CheckpointError) as error:
             return f"that checkpoint {path} was loaded {step - steps} steps before could not be noted: {error}"
-        said = f"{path} was loaded {step - steps} steps before: attempt {count} of {attempts.LIMIT} at this step"
-        if distrusted:
-            self._candidates.discard((store.root, steps))
-            self._journal.write("trust_withdrawn", step, steps=[steps], path=str(path), reason=distrusted)
-            said += ", and it is not loaded any more"
+        if failure is None:
+            return ""
+        limit = f"attempt {failure.count} of {attempts.LIMIT} at this step"
+        said = f"{path} was loaded {step - steps} steps before: {limit}"
+        if failure.distrusted:
+            self._candidates -= {(store.root, one) for one in failure.distrusted}
+            self._journal.write(
+                "trust_withdrawn", step, steps=list(failure.distrusted), path=str(path), reason=failure.reason
+            )
+            older = len(failure.distrusted) - 1
+            those = f" and {older} older ones are" if older else " is"
+            said += f", and it{those} not loaded any more"
         return said
 
     # ---- devices -----------------------------------------------------------------------------------------------------
 
     @property
     def watches_a_device(self) -> bool:
-        """Whether some device has a strike, so that every step is audited; never in observe mode."""
-        return bool(self._strikes) and not self._observe
+        """Whether so much is held against some device that every step is audited; never in observe mode."""
+        return bool(self.suspicion.struck) and not self._observe
 
-    def strikes(self, verdict: Verdict, *, before: int) -> int:
-        """In how many steps before ``before`` a device that this verdict suspects had a PERSISTENT verdict."""
-        steps = [self._strikes.get(s.rank, set()) for s in verdict.suspects if s.rank is not None]
-        return max((sum(step < before for step in struck) for struck in steps), default=0)
+    def strike(self, verdict: Verdict, step: int, *, acted_on: bool = True) -> None:
+        """Count a verdict against its devices; a PERSISTENT one takes the trust from all since their last clean audit.
 
-    def strike(self, verdict: Verdict, step: int) -> None:
-        """A PERSISTENT verdict: count it, and withdraw trust from all since the device's last clean audit."""
-        ranks = [s.rank for s in verdict.suspects if s.rank is not None]
-        for rank in ranks:
-            self._strikes.setdefault(rank, set()).add(step)
-        self._withdraw(verdict, ranks, step)
+        Args:
+            acted_on: what it calls for is done.
+        """
+        self.suspicion.strike(verdict, step, acted_on=acted_on)
+        if verdict.kind is Kind.PERSISTENT:
+            self._withdraw(verdict, [s.rank for s in verdict.suspects if s.rank is not None], step)
 
     def approved(self) -> frozenset[str]:
         """The nodes that a person has approved for taking out, as rank 0 reads them; asked only while one waits."""
@@ -146,7 +164,8 @@ class Standing:
 
     def audited(self, step: int) -> None:
         """Every rank passed an audit of this step: candidates of states up to the one after it are certified."""
-        self.last_clean_audit = step
+        self._journal.audit_passed()
+        self.last_clean_audit = self.vouched = step
         if self.certifies_nothing:
             return
         for root, steps in sorted(c for c in self._candidates if c[1] <= step + 1):
@@ -163,6 +182,22 @@ class Standing:
                     "checkpoint", step, steps=steps, path=path, status="certified", reason=f"audited at step {step}"
                 )
             self._candidates.discard((root, steps))
+
+    def mended(self, step: int) -> None:
+        """What an audit found at this step was put right with values that healthy devices agree on."""
+        if self.vouched >= step - 1:
+            self.vouched = step
+
+    def rolled_back(self, start: int, step: int, *, undone: bool) -> None:
+        """The steps from ``start`` to the one before ``step`` were run again, and that one may be under way.
+
+        Args:
+            undone: the share of the device that had failed was run by another, so that nothing of its work is left.
+        """
+        self.suspicion.ran_again()
+        self.vouched = step - 1 if undone else min(self.vouched, start - 1)
+        if undone and self._doubted_after is not None and start <= self._doubted_after:
+            self.certifies_nothing, self._doubted_after = "", None
 
     def voted(self, steps: int, *, alike: bool) -> None:
         """A vote over the state after ``steps`` updates. One that found a difference is not made good by a later one."""
@@ -197,6 +232,21 @@ class Standing:
             self._journal.say(f"the checkpoint of step {steps} is not certified: {self.certifies_nothing}")
         elif alike:
             self._candidates.add(key)
+
+    def newest_store(self) -> CheckpointStore | None:
+        """The store that this run has used last, None before it used any."""
+        return next(reversed(self._stores.values()), None)
+
+    def newest_certified(self, *, at_most: int) -> Saved | None:
+        """The newest certified checkpoint there of at most so many updates; None when there is none."""
+        store = self.newest_store()
+        if store is None:
+            return None
+        return self._on_disk(
+            at_most,
+            f"the checkpoints in {store.root} could not be listed",
+            lambda: store.newest_certified(at_most=at_most),
+        )
 
     def resume_from(self) -> str | None:
         """The newest certified checkpoint that this run knows of."""
@@ -260,7 +310,7 @@ class Standing:
             withdrawn = {(store.root, one) for one in steps}
             self._candidates -= withdrawn
             self._withdrawn |= withdrawn
-        if self.last_clean_audit < step - 1:
+        if self.vouched < step - 1:
             since = f"at step {self.last_clean_audit}" if self.last_clean_audit >= 0 else "never"
             reason = (
                 f"rank {ranks[0] if ranks else '?'} was wrong at step {verdict.step} and its last clean audit was "

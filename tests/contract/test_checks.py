@@ -14,13 +14,14 @@ from torch import nn
 
 from unsilent.agreement import Agreement
 from unsilent.checks.protocol import Check, Moment
+from unsilent.checks.update import UpdateConfig
 from unsilent.config import GuardConfig
 from unsilent.generators import read_generators
 from unsilent.guard import Guard
-from unsilent.records import AuditEvidence, CounterEvidence, FiniteEvidence, VoteEvidence
+from unsilent.records import AuditEvidence, CounterEvidence, FiniteEvidence, SpikeEvidence, VoteEvidence
 
-CHECKS = ("finite", "replicas", "audit")
-EVIDENCE = (AuditEvidence, CounterEvidence, FiniteEvidence, VoteEvidence)
+CHECKS = ("finite", "replicas", "audit", "update")
+EVIDENCE = (AuditEvidence, CounterEvidence, FiniteEvidence, SpikeEvidence, VoteEvidence)
 
 
 def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,12 @@ def guard() -> Iterator[Guard]:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     with contextlib.redirect_stderr(io.StringIO()):
-        made = Guard(model, optimizer, loss_fn, config=GuardConfig(audit_every=1, replicas_every=1))
+        made = Guard(
+            model,
+            optimizer,
+            loss_fn,
+            config=GuardConfig(audit_every=1, replicas_every=1, update=UpdateConfig(rule="robust")),
+        )
         made.step(torch.randn(6, 4))
         yield made
         made.close()

@@ -58,4 +58,12 @@ def make(directory: Path) -> None:
     log.write("quarantine", 10, verdict=LATER, action=Action.QUARANTINE, resume_from="checkpoints/6")
     log.write("notice", 10, text="a checkpoint without a certificate was loaded")
     log.write("finished", 10, exit_code=11, tally=TALLY, resume_from="checkpoints/6")
+    log.write(
+        "fingerprints", 10, steps=10, switched={"deterministic": [7, 9]}, weights="00c0ffee00c0ffee",
+        optimizer_state="0123456789abcdef", buffers=None, gradient="00000000deadbeef", undone_after=None,
+    )  # fmt: skip
+    log.write(
+        "spike_confirmed", 10, check="update", site=Site.GRADIENT, ranks=[1], tensors=["model.layers.0.weight"],
+        reason="its gradient is 40 times what was expected; audited bit by bit",
+    )  # fmt: skip
     log.close()

@@ -265,6 +265,7 @@ def state_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         "generators": generators(),
         "gradients": sha(gradients, *[p.grad for p in inner.parameters() if p.grad is not None]),
         "training": sha([m.training for m in inner.modules()]),
+        "settings": sha([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]),
     }
 
 
@@ -339,6 +340,7 @@ def train(rank: int, size: int, job: Job) -> Result:
             reasons.append(verdict.reason)
             nodes.append(tuple(s.node for s in verdict.suspects))
         parts = state_parts(model, optimizer)
+        parts["counters"] = sha([None if one is None else one.state_dict() for one in (scaler, scheduler)])
         if injector is not None:
             injector.close()
         if guard is not None:

@@ -68,19 +68,19 @@ def test_two_ranks_on_two_nodes_a_fault_that_repeats_names_both_and_blames_nobod
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "action"),
     [
-        {**ONCE, "rank": 1},
-        {"site": "forward", "target": "layers.2", "pattern": "random_bits", "count": 16, "from_step": 3},
+        ({**ONCE, "rank": 1}, "REPAIR"),
+        ({"site": "forward", "target": "layers.2", "pattern": "random_bits", "count": 16, "from_step": 3}, "ROLLBACK"),
     ],
     ids=["once", "other bits each time"],
 )
 def test_two_ranks_on_two_nodes_a_device_that_disagrees_with_itself_is_named_and_repaired(
-    pool2: RankPool, fault: dict[str, Any]
+    pool2: RankPool, fault: dict[str, Any], action: str
 ) -> None:
     job = Job(nodes=("a", "b"), fault={**fault, "rank": 1}, steps=4)
     for result, clean in pool2.results(both, job):
-        assert [f[1] for f in result.found] == ["REPAIR"] and result.found[0][3] == (1,), result.reasons
+        assert [f[1] for f in result.found] == [action] and result.found[0][3] == (1,), result.reasons
         assert result.parts == clean.parts
 
 
@@ -89,7 +89,7 @@ def test_two_nodes_with_two_devices_each_name_the_device_since_its_neighbour_agr
 ) -> None:
     job = Job(nodes=("a", "a", "b", "b"), fault={**STUCK, "rank": 2}, steps=4)
     for result, clean in pool4.results(both, job):
-        assert result.found == ((3, "REPAIR", "PERSISTENT", (2,)),), result.reasons
+        assert result.found == ((3, "ROLLBACK", "PERSISTENT", (2,)),), result.reasons
         assert result.parts["weights"] == clean.parts["weights"]
 
 
@@ -103,7 +103,7 @@ def test_two_nodes_a_fault_that_comes_once_is_named_and_repaired(pool4: RankPool
 def test_one_node_names_the_device_without_the_host(pool4: RankPool) -> None:
     job = Job(nodes=("a",) * 4, fault={**STUCK, "rank": 2}, steps=4)
     for result in pool4.results(train, job):
-        assert result.found == ((3, "REPAIR", "PERSISTENT", (2,)),), result.reasons
+        assert result.found == ((3, "ROLLBACK", "PERSISTENT", (2,)),), result.reasons
         assert result.nodes == ((None,),)
         assert "the host cannot be judged" in result.reasons[0]
 

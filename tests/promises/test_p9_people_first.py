@@ -18,13 +18,15 @@ from unsilent.events import approve, excluded_nodes, read
 from unsilent.lab.faults import Fault
 from unsilent.lab.inject import Injector
 from unsilent.lab.pool import RankPool
+from unsilent.ledger import note_approval, read_directory
+from unsilent.ledger.history import precision
 
 STUCK = {"pattern": "stuck_lane", "add": 0.01, "every": 16}
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "forward": (
         {"site": "forward", "target": "layers.2", "pattern": "scale", "factor": 2.0, "rank": 1, "step": 3}, "REPAIR",
     ),
-    "persistent": ({"site": "forward", "target": "layers.2", **STUCK, "rank": 1, "from_step": 3}, "REPAIR"),
+    "persistent": ({"site": "forward", "target": "layers.2", **STUCK, "rank": 1, "from_step": 3}, "ROLLBACK"),
     "weight": (
         {"site": "weight", "target": "layers.2.weight", "pattern": "bit_flip", "bit": 20, "rank": 1, "step": 3}, "HEAL",
     ),
@@ -50,9 +52,9 @@ def test_observe_records_what_it_would_do_and_changes_no_bit(
 
 
 def _stuck(rank: int, size: int, directory: str, quarantine: str, approve_at: int) -> dict[str, Any]:
-    """A lane of rank 2 is stuck from step 3, an audit step, on."""
+    """A lane of rank 2 is stuck from step 3, an audit step, on; what it did in step 2 nobody has looked at."""
     model, inner, optimizer = build(Job(), rank)
-    config = {"directory": directory, "quarantine": quarantine}
+    config = {"directory": directory, "quarantine": quarantine, "ledger": f"{directory}/ledger"}
     actions: list[tuple[int, str]] = []
     error: dict[str, Any] = {}
     with contextlib.redirect_stderr(io.StringIO()):
@@ -64,6 +66,7 @@ def _stuck(rank: int, size: int, directory: str, quarantine: str, approve_at: in
             for step in range(12):
                 if step == approve_at and rank == 0:
                     approve(directory, "n2")
+                    assert note_approval(directory, "n2") == ""
                 injector.begin_step(step)
                 outcome = guard.step(batch_of(rank, step))
                 if outcome.verdict is not None:
@@ -84,7 +87,7 @@ def _stuck(rank: int, size: int, directory: str, quarantine: str, approve_at: in
 
 def test_ask_repairs_every_step_until_somebody_approves(pool3: RankPool, tmp_path: Path) -> None:
     for told in pool3.results(_stuck, str(tmp_path), "ask", 8):
-        assert told["actions"] == [(step, "REPAIR") for step in range(3, 8)]
+        assert told["actions"] == [(3, "ROLLBACK")] + [(step, "REPAIR") for step in range(4, 8)]
         assert told["error"] == {"code": 11, "node": "n2", "step": 8}
         assert told["steps"] == 8 and told["same"] == ["weights", "moments"]
     assert set(excluded_nodes(tmp_path)) == {"n2"}
@@ -92,18 +95,21 @@ def test_ask_repairs_every_step_until_somebody_approves(pool3: RankPool, tmp_pat
     assert record["exit_code"] == 11 and record["verdict"]["suspects"][0]["node"] == "n2"
     kinds = [e.kind for e in read(tmp_path).events]
     assert kinds.count("ask") == 1 and kinds.count("quarantine") == 1
+    (so_far,) = precision(read_directory(tmp_path / "ledger").runs)  # with its count, and a bound that this supports
+    assert (so_far.check, so_far.named, so_far.by) == ("audit", 1, {"person": 1})
+    assert so_far.lower_bound == pytest.approx(0.05)
 
 
 def test_ask_without_an_answer_goes_on_for_ever(pool3: RankPool, tmp_path: Path) -> None:
     for told in pool3.results(_stuck, str(tmp_path), "ask", 99):
-        assert told["actions"] == [(step, "REPAIR") for step in range(3, 12)]
+        assert told["actions"] == [(3, "ROLLBACK")] + [(step, "REPAIR") for step in range(4, 12)]
         assert told["error"] == {} and told["steps"] == 12 and told["same"] == ["weights", "moments"]
     assert excluded_nodes(tmp_path) == {}
 
 
 def test_auto_takes_the_node_out_at_the_second_verdict(pool3: RankPool, tmp_path: Path) -> None:
     for told in pool3.results(_stuck, str(tmp_path), "auto", 99):
-        assert told["actions"] == [(3, "REPAIR")]
+        assert told["actions"] == [(3, "ROLLBACK")]
         assert told["error"] == {"code": 11, "node": "n2", "step": 4}
         assert told["same"] == ["weights", "moments"]
     assert set(excluded_nodes(tmp_path)) == {"n2"}

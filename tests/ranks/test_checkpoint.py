@@ -28,7 +28,7 @@ from torch import nn
 
 from unsilent.checkpoint import CheckpointStore, CheckRun, Status, attach, certify, checkpoints_in, dcp, files, verify
 from unsilent.errors import CheckpointError, UsageError
-from unsilent.fingerprint import fingerprint
+from unsilent.fingerprints import fingerprint
 from unsilent.inventory import Inventory
 
 WORLD = 4

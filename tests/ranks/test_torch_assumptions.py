@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unsilent.lab.pool import RankPool
+from unsilent.training.stretch import warm_up
 
 
 class Layers(nn.Module):
@@ -88,6 +89,36 @@ def test_a_second_pass_through_the_wrapper_at_step_0_changes_bits_and_the_inner_
     default = pool3.results(train, "default")
     assert pool3.results(train, "second pass") != default
     assert pool3.results(train, "inner module") == default
+
+
+def resumed(rank: int, size: int, warm: bool) -> tuple[str, bool]:
+    """Six steps, after three of them with a fresh DDP object; (digest of the weights, warming up left no trace)."""
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    clean = True
+    for step in range(6):
+        if step in (0, 3):
+            ddp = DistributedDataParallel(model, bucket_cap_mb=0.03)
+        if step == 3 and warm:
+            before = bits(model), torch.get_rng_state()
+            warm_up(ddp, lambda module, x: module(x) * torch.rand(1), batch(rank, 99))
+            clean = bits(model) == before[0] and bool((torch.get_rng_state() == before[1]).all())
+            clean &= all(p.grad is None for p in model.parameters())
+        optimizer.zero_grad(set_to_none=True)
+        ddp(batch(rank, step)).backward()
+        optimizer.step()
+    return bits(model), clean
+
+
+def test_a_fresh_ddp_object_changes_bits_at_three_ranks_unless_it_has_been_warmed_up(
+    pool3: RankPool, pool4: RankPool
+) -> None:
+    """What ``unsilent recheck`` rests on: its first step reduces in the layout in which the run reduced."""
+    for pool in (pool3, pool4):
+        uninterrupted = pool.results(train, "default")
+        assert pool.results(resumed, True) == [(digest, True) for digest in uninterrupted]
+    assert [digest for digest, _ in pool3.results(resumed, False)] != pool3.results(train, "default")
 
 
 def wrong_pairs(rank: int, size: int) -> list[float]:

@@ -19,6 +19,7 @@ from unsilent.checkpoint import verify
 from unsilent.cli import app
 from unsilent.events import excluded_nodes, read, read_exit
 from unsilent.lab.pool import RankPool
+from unsilent.ledger import read_directory
 
 SMALL = ["--batch", "2", "--sequence-length", "16"]
 TRANSIENT = """
@@ -108,7 +109,7 @@ def quarantined(home: Path) -> Ended:
     fault = home / "stuck.toml"
     fault.write_text(STUCK)
     words = ["--steps", "8", "--save-every", "2", "--nodes-imitated", "3", "--quarantine", "auto"]
-    return under_torchrun(home / "quarantined", *words, "--fault", str(fault))
+    return under_torchrun(home / "quarantined", *words, "--fault", str(fault), "--ledger", str(home / "ledger"))
 
 
 def test_a_guarded_run_ends_with_the_bits_of_the_plain_one(clean: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -144,6 +145,12 @@ def test_a_quarantine_is_returned_by_exec_and_names_where_to_go_on(home: Path, q
     assert list(excluded_nodes(home / "quarantined")) == ["node-2"]
     assert Path(outcome["resume_from"]) == home / "quarantined" / "checkpoints" / "step-00000002"
     assert verify(outcome["resume_from"]) == []
+
+
+def test_the_ledger_says_who_was_taken_out(home: Path, quarantined: Ended) -> None:
+    (run,) = read_directory(home / "ledger").runs
+    assert (run.exit_code, run.directory) == (quarantined.code, str(home / "quarantined"))
+    assert {device.node for found in run.found for device in found.devices} == {"node-2"}
 
 
 def test_the_nodes_that_are_left_go_on_from_there(home: Path, quarantined: Ended) -> None:

@@ -15,8 +15,11 @@ ROOT = Path(__file__).parents[2]
 WRITES = {
     "overhead_bench": "overhead.json",
     "finite_bench": "finite.json",
+    "recovery_bench": "recovery.json",
+    "update_bench": "update-cost.json",
     "fingerprint_bench": "fingerprint.json",
     "false_alarms_bench": "false-alarms.json",
+    "launch_repeat": "launch.json",
     "gpu_check": "gpu-check.json" if torch.cuda.is_available() else None,
 }
 
@@ -28,7 +31,7 @@ def test_each_is_known_here() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITES)
 def test_it_runs_small(name: str, tmp_path: Path) -> None:
-    if name in ("overhead_bench", "false_alarms_bench"):
+    if name in ("overhead_bench", "false_alarms_bench", "recovery_bench", "launch_repeat"):
         pytest.importorskip("transformers")
     # Imported by name and not by path, since the ranks that it starts import it too.
     result: Any = importlib.import_module(f"benchmarks.{name}").main(["--quick", "--out", str(tmp_path)])

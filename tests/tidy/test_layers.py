@@ -19,7 +19,14 @@ WITHOUT_TORCH = [
     "events.py",
     "evidence.py",
     "checkpoint/certificate.py",
+    "ledger/database.py",
+    "ledger/writing.py",
+    "lines.py",
+    "recurrence.py",
+    "report/ledger.py",
     "report/text.py",
+    "launch.py",
+    "schedulers.py",
     "lab/faults.py",
 ]
 

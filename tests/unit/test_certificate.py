@@ -11,7 +11,7 @@ import torch
 from unsilent.checkpoint import Certificate, CheckRun, Problem, Status, Trust, attach, certify, may_publish, verify
 from unsilent.checkpoint.certificate import FileDigest
 from unsilent.errors import CheckpointError, UsageError
-from unsilent.fingerprint import fingerprint
+from unsilent.fingerprints import fingerprint
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "certificate-v1.json"
 SCHEMA = Path(__file__).parents[2] / "src" / "unsilent" / "schemas" / "certificate.schema.json"

@@ -22,6 +22,7 @@ from unsilent.errors import CheckpointError, IntegrityLost, RankFailure, UsageEr
 from unsilent.events import EventLog, approved_nodes, read_exit, write_exit
 from unsilent.execute import execute, out_of
 from unsilent.inventory import Inventory
+from unsilent.ledger import RunLedger
 from unsilent.records import Kind, Site, Suspect, Verdict
 from unsilent.training.ending import forget_last_run, record_error
 from unsilent.training.loop import Options
@@ -388,3 +389,68 @@ def test_doctor_shows_what_is_switched_off() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have counters")
 def test_doctor_says_plainly_that_there_are_no_counters() -> None:
     assert "none can be read" in " ".join(invoke("doctor").stdout.split())
+
+
+# ---- the ledger ------------------------------------------------------------------------------------------------------
+
+
+def ledger_of(directory: Path) -> Path:
+    """A ledger that ``run_of``'s run has written to, in DIRECTORY/ledger, with one damaged line beside it."""
+    ledger = directory / "ledger"
+    log = EventLog(directory, rank=0, run_id="r")
+    kept = RunLedger(ledger, run_id="r", say=print)
+    places = [{"rank": rank, "node": f"node-{rank}", "device": "cpu:0", "environment": ""} for rank in range(3)]
+    kept.note(log.write("run_started", 0, places=places, mode="act", ledger=str(ledger)))
+    kept.worked = 8
+    kept.note(log.write("verdict", 7, verdict=VERDICT, action="REPAIR", would="REPAIR"))
+    log.write("ask", 7, verdict=VERDICT, action="QUARANTINE")
+    kept.note(log.write("finished", 9, exit_code=0, tally={}))
+    kept.close(9)
+    log.close()
+    (ledger / "run-bad.jsonl").write_text("{\n")
+    return ledger
+
+
+def test_ledger_build_and_report_name_the_host_and_the_damaged_line(tmp_path: Path) -> None:
+    ledger, out = ledger_of(tmp_path), tmp_path / "ledger.sqlite"
+    result = invoke("ledger", "build", ledger, "--out", out, "--json")
+    assert result.exit_code == 0
+    assert result.stderr == "unsilent: run-bad.jsonl, line 1: left out, it is not JSON\n"
+    assert last_json(result) == {
+        "exit_code": 0, "ledger": str(out), "runs": 1, "lines": 3, "added": 3, "journal": "wal", "notice": "",
+        "problems": [{"file": "run-bad.jsonl", "line": 1, "reason": "it is not JSON"}],
+    }  # fmt: skip
+    assert last_json(invoke("ledger", "build", ledger, "--out", out, "--json"))["added"] == 0
+    for source in (out, ledger):
+        report = invoke("report", "--ledger", source, "--json", "--out", tmp_path / "more")
+        assert report.exit_code == 0, report.output
+        body = last_json(report)
+        assert (body["runs"], body["hosts"][0]["node"], body["hosts"][0]["named_in"]) == (1, "node-2", 1)
+        assert "Hosts that were named (1 of 3)" in report.stdout
+        assert "Hosts that were named (1 of 3)" in (tmp_path / "more" / "report.txt").read_text()
+
+
+def test_approve_counts_in_the_ledger_of_the_run(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path)
+    assert invoke("approve", tmp_path, "node-2").exit_code == 0
+    (audit,) = last_json(invoke("report", "--ledger", ledger, "--json"))["checks"]
+    assert audit["by"] == {"person": 1}
+
+
+def test_report_takes_a_run_or_a_ledger(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path)
+    refused(invoke("report"), "one of the two")
+    refused(invoke("report", tmp_path, "--ledger", ledger), "one of the two")
+    refused(invoke("report", "--ledger", tmp_path / "none.sqlite"), "there is no such file")
+    refused(invoke("ledger", "build", tmp_path / "none", "--out", tmp_path / "x.sqlite"), "no such ledger directory")
+
+
+def test_a_ledger_is_read_without_torch(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path)
+    for words in (["ledger", "build", str(ledger), "--out", str(tmp_path / "x")], ["report", "--ledger", str(ledger)]):
+        code = (
+            f"import sys\nfrom unsilent.cli import main\nsys.argv = ['unsilent', *{words!r}]\n"
+            "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+            "assert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

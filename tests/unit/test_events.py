@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsilent import events
+from unsilent import events, lines
 from unsilent.errors import UsageError
 from unsilent.events import (
     EventLog,
@@ -28,6 +28,7 @@ from unsilent.events import (
     write_exclude,
     write_exit,
 )
+from unsilent.lines import LineFile
 from unsilent.records import Action, Kind, Site, Suspect, Verdict
 
 VERDICT = Verdict(
@@ -137,7 +138,7 @@ def test_a_really_full_file_system_is_survived() -> None:
     if not os.access("/dev/full", os.W_OK):
         pytest.skip("no /dev/full here")
     log = EventLog(None, rank=0, run_id="r")
-    log.path = Path("/dev/full")
+    log._file = LineFile(Path("/dev/full"))
     log.write("notice", 0)
     assert log.lost == 1
 
@@ -201,9 +202,9 @@ def test_threads_and_processes_do_not_cut_each_others_lines(tmp_path: Path) -> N
 def test_a_thread_that_is_stuck_in_a_write_does_not_hold_the_watcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "_LOCK_SECONDS", 0.01)
+    monkeypatch.setattr(lines, "_LOCK_SECONDS", 0.01)
     log = log_in(tmp_path)
-    with log._lock:
+    with log._file._lock:
         log.write("rank_failure", 3, failed_rank=1, error="x")
     assert log.lost == 1
     assert "stuck" in log.problem

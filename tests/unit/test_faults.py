@@ -39,6 +39,8 @@ def test_every_site_takes_every_pattern_and_survives_the_way_through_plain_value
         ({"site": "weight", "target": ""}, "the name of a parameter"),
         ({"rank": None}, "needs a rank"),
         ({"rank": -1}, "whole number from 0, not -1"),
+        ({"node": "n2"}, "on a rank or on a node, not on both"),
+        ({"site": "reduction", "target": "", "rank": None, "node": "n2"}, "a wrong sum reaches all ranks"),
         ({"step": "3"}, "step must be a whole number from 0, not '3'"),
         ({"step": True}, "step must be a whole number"),
         ({"steps": 0}, "steps must be a whole number from 1"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsilent.policy import decide, trust_lost
+from unsilent.policy import Situation, decide, trust_lost
 from unsilent.records import Action, Decision, Kind, Site, Suspect, Verdict
 
 T, P, S, I = Kind.TRANSIENT, Kind.PERSISTENT, Kind.SOFTWARE, Kind.INCONCLUSIVE  # noqa: E741
@@ -33,7 +33,7 @@ SITUATION: dict[str, Any] = {
 
 
 def decided(found: Verdict, **changes: Any) -> Decision:
-    return decide(found, **{**SITUATION, **changes})
+    return decide(found, Situation(**{**SITUATION, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,10 @@ def decided(found: Verdict, **changes: Any) -> Decision:
         # a replica at rest
         (verdict(T, Site.WEIGHTS), {}, Action.HEAL),
         (verdict(T, Site.OPTIMIZER_STATE), {}, Action.HEAL),
-        (verdict(T, Site.WEIGHTS), {"heal_allowed": False}, Action.ROLLBACK),
-        (verdict(T, Site.OPTIMIZER_STATE), {"heal_allowed": False}, Action.ROLLBACK),
+        (verdict(T, Site.WEIGHTS), {"heal_allowed": False, "rollback_possible": True}, Action.ROLLBACK),
+        (verdict(T, Site.OPTIMIZER_STATE), {"heal_allowed": False, "rollback_possible": True}, Action.ROLLBACK),
+        (verdict(T, Site.WEIGHTS), {"heal_allowed": False}, Action.STOP),
+        (verdict(T, Site.OPTIMIZER_STATE), {"heal_allowed": False}, Action.STOP),
         # the reduction
         (verdict(T, Site.REDUCTION), {}, Action.RECOMPUTE),
         (verdict(T, Site.REDUCTION), {"recomputes_left": 0}, Action.STOP),
@@ -59,7 +61,13 @@ def decided(found: Verdict, **changes: Any) -> Decision:
         (verdict(P), {"repair_possible": False}, Action.RECOMPUTE),
         (verdict(P), {"recorded_is_right": True}, Action.CONTINUE),
         (verdict(P), {"strikes": 1}, Action.REPAIR),
+        (verdict(P), {"contaminated": True, "rollback_possible": True}, Action.ROLLBACK),
+        (verdict(P), {"contaminated": True}, Action.REPAIR),
+        (verdict(P), {"rollback_possible": True}, Action.REPAIR),
+        (verdict(T), {"contaminated": True, "rollback_possible": True}, Action.REPAIR),
         (verdict(P), {"strikes": 1, "quarantine": "auto"}, Action.QUARANTINE),
+        (verdict(P), {"strikes": 0.5, "quarantine": "auto"}, Action.QUARANTINE),
+        (verdict(P), {"strikes": 0.49, "quarantine": "auto"}, Action.REPAIR),
         (verdict(P), {"strikes": 1, "approved": True}, Action.QUARANTINE),
         (verdict(P), {"strikes": 1, "quarantine": "auto", "recorded_is_right": True}, Action.QUARANTINE),
         (verdict(P), {"strikes": 1, "repair_possible": False, "recomputes_left": 0}, Action.STOP),
@@ -101,6 +109,8 @@ def test_waiting_for_approval_says_how_to_approve() -> None:
             "recomputes_left": st.integers(0, 3),
             "repair_possible": st.booleans(),
             "heal_allowed": st.booleans(),
+            "rollback_possible": st.booleans(),
+            "contaminated": st.booleans(),
             "approved": st.booleans(),
             "recorded_is_right": st.booleans(),
             "on_inconclusive": st.sampled_from(["continue", "stop"]),
@@ -108,13 +118,15 @@ def test_waiting_for_approval_says_how_to_approve() -> None:
     ),
 )
 def test_bounds_on_every_decision(kind: Kind, site: Site, situation: dict[str, Any]) -> None:
-    decision = decide(verdict(kind, site), **situation)
+    decision = decide(verdict(kind, site), Situation(**situation))
     if situation["mode"] == "observe":
         assert decision.action is Action.CONTINUE
     if decision.would is Action.QUARANTINE:
         assert kind is P and situation["strikes"] >= 1 and (situation["quarantine"] == "auto" or situation["approved"])
     if decision.would is Action.RECOMPUTE:
         assert situation["recomputes_left"] > 0
+    if decision.would is Action.ROLLBACK:
+        assert situation["rollback_possible"]
     if decision.would is Action.REPAIR:
         assert situation["repair_possible"] and kind in (T, P)
     if decision.would is Action.CONTINUE:

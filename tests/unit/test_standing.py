@@ -27,6 +27,9 @@ class Journal:
     def say(self, text: str) -> None:
         return
 
+    def audit_passed(self) -> None:
+        return
+
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [fields for one, fields in self.events if one == kind]
 

@@ -5,8 +5,9 @@ was wrong when this step used it costs only this step. Step, learning rate and s
 are compared first, since a difference there is software and explains all others.
 
 Cost. Time: on a step of the vote, one pass over weights, optimizer state, declared buffers and reduced gradients; on
-every step a hash of a few numbers on the host. Memory: 16 bytes per tensor. Traffic: none beyond the agreed vector, in
-which five digests ride; on an alarm, the fingerprints of all tensors (16 bytes and a name each) from every rank.
+every step a hash of a few numbers on the host; on rank 0, after a clean vote, a line of the log. Memory: 16 bytes per
+tensor. Traffic: none beyond the agreed vector, in which five digests ride; on an alarm, the fingerprints of all tensors
+(16 bytes and a name each) from every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from unsilent.agreement import Agreed, Declaration
 from unsilent.checks.protocol import Coverage, Moment
-from unsilent.fingerprint import combine, sums_many
+from unsilent.fingerprints import combine, sums_many
 from unsilent.inventory import Entry, Inventory
 from unsilent.records import CounterEvidence, Site, VoteEvidence
 from unsilent.reduction import Bucket
@@ -114,6 +115,23 @@ class Replicas:
             "gradient": _table(self._inventory.gradients() if gradients else []),
             "buffers": _table(buffers),
         }
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """What the last vote of this step has read of weights and optimizer state: the sums, int64[2], by name."""
+        tables = [self._tables[site] for site in ("weights", "optimizer_state") if site in self._tables]
+        return {name: row for table in tables for name, row in zip(table.names, table.rows, strict=True)}
+
+    def fingerprints(self) -> dict[str, str | None]:
+        """What was read last, a digest of 16 hex digits for each site; None where nothing was read. It waits for the device.
+
+        They do not depend on the order of the tensors: an optimizer that was loaded may list its state otherwise.
+        """
+        found: dict[str, str | None] = {}
+        for site, table in self._tables.items():
+            order = sorted(range(len(table.names)), key=table.names.__getitem__)
+            ordered = _Table(names=tuple(table.names[i] for i in order), rows=table.rows[order])
+            found[site] = f"{int(ordered.digest()):016x}" if order else None
+        return found
 
     def weights_digest(self, rows: torch.Tensor | None) -> int:
         """One number over this rank's weights, for a pair of ranks to compare before an audit.

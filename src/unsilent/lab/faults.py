@@ -60,7 +60,7 @@ _SMALLEST: dict[str, int] = {
 }
 _NUMBERS = ("factor", "relative", "add", "probability")
 _BOOLEANS = ("delivery",)
-_STRINGS = ("site", "pattern", "target", "key", "during_replay")
+_STRINGS = ("site", "pattern", "target", "key", "node", "during_replay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,8 @@ class Fault:
         count, lane: ``count`` groups of ``lane`` neighbouring elements each; with ``element`` the groups stand side by
             side from there, otherwise each is chosen by the seed.
         rank: the global rank that is wrong; left out only where the sum itself is wrong.
+        node: in the place of ``rank``, the node whose ranks are wrong: the fault stays where it is when a run is
+            started again on other nodes.
         step, steps, from_step, probability, during_replay: when; see the module.
         seed: same seed, same corrupted bits.
     """
@@ -104,6 +106,7 @@ class Fault:
     add: float | None = None
     every: int = 32
     rank: int | None = None
+    node: str = ""
     step: int | None = None
     steps: int = 1
     from_step: int | None = None
@@ -142,12 +145,17 @@ class Fault:
             where += f" ({self.key})"
         if self.site == "reduction":
             where += " (delivery)" if self.delivery else " (sum)"
-        who = "all ranks" if self.rank is None else f"rank {self.rank}"
+        who = self.node or ("all ranks" if self.rank is None else f"rank {self.rank}")
         when = f"from step {self.first_step}"
         if self.one_shot:
             when = f"step {self.first_step}" if self.steps == 1 else f"{self.steps} steps from {self.first_step}"
         chance = "" if self.probability == 1 else f", probability {self.probability:g}"
         return f"{self.pattern} in {where} on {who}, {when}{chance}"
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether it is on no one rank and no one node."""
+        return self.rank is None and not self.node
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain JSON values; ``fault_from`` reads them back."""
@@ -176,7 +184,7 @@ class Fault:
         if self.site == "reduction":
             _require(not self.target, "a fault of the reduction has no target: any reduction large enough is one")
             _require(
-                self.delivery or self.rank is None,
+                self.delivery or self.everywhere,
                 "a wrong sum reaches all ranks: leave rank out, or say delivery = true for one rank's copy",
             )
         else:
@@ -184,7 +192,8 @@ class Fault:
             _require(bool(self.target), f"a fault of site {self.site!r} needs a target, the name of a {what}")
             _require(not self.delivery, "delivery belongs to faults of the reduction only")
         if self.site != "reduction" or self.delivery:
-            _require(self.rank is not None, "a fault needs a rank, the one that is wrong")
+            _require(not self.everywhere, "a fault needs a rank, the one that is wrong, or a node")
+        _require(self.rank is None or not self.node, "a fault is on a rank or on a node, not on both")
         if self.site != "optimizer_state":
             _require(self.key == "exp_avg", "key belongs to faults of the optimizer_state only")
         _require(bool(self.key), "key must name a state of the optimizer, such as exp_avg")

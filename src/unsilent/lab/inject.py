@@ -85,6 +85,7 @@ class Injector:
     Args:
         model: the inner module, not its DDP wrapper.
         optimizer: needed for faults of the optimizer state only.
+        node: the name of the node that this rank runs on.
         replaying: tells whether the executions of this moment are a guard's replays; may be set later.
     """
 
@@ -96,6 +97,7 @@ class Injector:
         *,
         rank: int,
         world_size: int,
+        node: str = "",
         replaying: Callable[[], bool] = lambda: False,
     ) -> None:
         if fault.rank is not None and fault.rank >= world_size:
@@ -104,7 +106,7 @@ class Injector:
         self.replaying = replaying
         self.record: list[Injection] = []
         self.fired = 0
-        self._here = fault.rank is None or fault.rank == rank
+        self._here = fault.everywhere or fault.rank == rank or (fault.node != "" and fault.node == node)
         self._optimizer = optimizer
         self._step: int | None = None
         self._spent: set[int] = set()

@@ -7,6 +7,7 @@ Both end in the same all-reduce of the same buckets, so the bits are those of a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from unsilent.replay import Execution as Run
 from unsilent.ring import Ring
 from unsilent.world import World
 
-_TAG_RESULT, _TAG_OK = 30, 31
+_TAG_OK = 31
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def rebuild(
     *,
     observe: Callable[[torch.Tensor], None],
     only: frozenset[int] | None = None,
-) -> bool:
+) -> float | None:
     """Replace the shares, reduce again and write ``.grad``; the same call on all ranks.
 
     Args:
@@ -48,7 +49,8 @@ def rebuild(
             all.
 
     Returns:
-        Whether every rank did its part and every rerun gave the value it had to give.
+        By how much the gradient has changed, as a share of the norm of this rank's part of it (NaN where one of them was
+        not finite); None when a rank could not do its part, or a rerun did not give the value it had to give.
     """
     mine = next((share for share in shares if share.auditee == world.rank), None)
     runs: dict[int, Run] = {}
@@ -56,7 +58,7 @@ def rebuild(
 
     def rerun(auditee: int, digest: str | None) -> None:
         try:
-            runs[auditee] = ring.rerun(auditee)
+            runs[auditee] = ring.rerun(auditee, spread=True)
         except Exception as error:  # noqa: BLE001 - all ranks must learn of it before anyone acts
             problems.append(f"rank {world.rank} could not rerun the work of rank {auditee}: {error}")
             return
@@ -70,7 +72,7 @@ def rebuild(
     if not kept and world.rank not in runs and (mine is None or mine.source == world.rank):
         rerun(world.rank, None)
     if any(problems for problems in world.gather(problems, step=ring_step(ring), tag=_TAG_OK)):
-        return False
+        return None
 
     buffers = _local_buffers(reduction, runs.get(world.rank), kept)
     for share in shares:
@@ -79,14 +81,48 @@ def rebuild(
     if mine is not None and mine.source == world.rank:
         _adopt(ring, runs[world.rank], losses)
 
+    change = _Change()
     if reduction.ddp is None:
-        _write_directly(reduction, runs.get(world.rank))
+        _write_directly(reduction, runs.get(world.rank), change)
+    recorded = {bucket.index: bucket.buffer for bucket in reduction.buckets}
     for index in sorted(buffers if only is None else only & buffers.keys()):
         observe(buffers[index])
+        change.part(buffers[index])
         world.reduce_in_job(buffers[index])
+        change.whole(recorded[index], buffers[index])
         reduction.write(index, buffers[index])
     torch.clear_autocast_cache()
-    return True
+    return change.share
+
+
+class _Change:
+    """How far the new gradient lies from the recorded one.
+
+    The ranks' parts add up to the gradient, so what one part has changed by is what the gradient has changed by: it is
+    seen on every rank, without a message, and measured by the norm of the rank's own part.
+    """
+
+    def __init__(self) -> None:
+        self._own = self._changed = 0.0
+
+    def part(self, local: torch.Tensor) -> None:
+        """This rank's part, before it is added up."""
+        self._own += _square(local)
+
+    def whole(self, recorded: torch.Tensor, recomputed: torch.Tensor) -> None:
+        """The gradient, as it was recorded and as it is now."""
+        self._changed += _square(recomputed - recorded)
+
+    @property
+    def share(self) -> float:
+        if self._changed == 0.0:
+            return 0.0
+        return math.sqrt(self._changed / self._own) if self._own else math.inf
+
+
+def _square(tensor: torch.Tensor) -> float:
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 def ring_step(ring: Ring) -> int:
@@ -143,10 +179,12 @@ def _adopt(ring: Ring, run: Run, losses: list[torch.Tensor]) -> None:
     ring.replayer.write_buffers(run.buffers)
 
 
-def _write_directly(reduction: Reduction, run: Run | None) -> None:
+def _write_directly(reduction: Reduction, run: Run | None, change: _Change) -> None:
     """Without a reduction the local gradient is the gradient."""
     if run is None:
         return
     for parameter in reduction.inner.parameters():
         if id(parameter) in run.gradients and parameter.grad is not None:
+            change.part(run.gradients[id(parameter)])
+            change.whole(parameter.grad, run.gradients[id(parameter)])
             parameter.grad.copy_(run.gradients[id(parameter)])

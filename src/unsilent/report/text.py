@@ -58,6 +58,7 @@ def render(directory: str | os.PathLike[str]) -> RenderableType:
     events = log.events
     parts = [
         _header(directory, log),
+        _calls_for_a_person(events),
         _coverage(events),
         _checks(events),
         _findings(events),
@@ -72,8 +73,13 @@ def render(directory: str | os.PathLike[str]) -> RenderableType:
 
 def render_text(directory: str | os.PathLike[str], *, width: int = 120) -> str:
     """The same report as plain text."""
+    return as_text(render(directory), width=width)
+
+
+def as_text(rendered: RenderableType, *, width: int = 120) -> str:
+    """What a console would show, without colours."""
     out = StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False).print(render(directory))
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(rendered)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
@@ -107,6 +113,13 @@ def _header(directory: str | os.PathLike[str], log: ReadLog) -> RenderableType:
         if count:
             lines.append(Text(f"Note: of the log, {_count(count, 'event')} {what}.", style="yellow"))
     return Group(*lines)
+
+
+def _calls_for_a_person(events: Sequence[Event]) -> RenderableType | None:
+    """What nobody but a person can judge, before everything else."""
+    calls = _once(_of(events, "needs_human"))
+    lines = [f"Step {event.step} needs a person: {_str(event.fields.get('reason'))}" for event in calls]
+    return Text("\n".join(lines), style="bold red") if lines else None
 
 
 def _coverage(events: Sequence[Event]) -> RenderableType | None:
@@ -241,8 +254,6 @@ def _people(directory: str | os.PathLike[str], events: Sequence[Event]) -> Rende
             for node in asked
             if node not in approved
         ]
-    for event in _once(_of(events, "needs_human")):
-        lines.append(f"Step {event.step} needs a person: {_str(event.fields.get('reason'))}")
     try:
         excluded = excluded_nodes(directory)
     except UsageError as error:
@@ -290,6 +301,8 @@ def _notices(events: Sequence[Event]) -> RenderableType | None:
         elif event.kind == "guard_error":
             check = _str(event.fields.get("check")) or "the guard"
             lines.append(f"Step {event.step}: a fault in {check} itself: {_str(event.fields.get('error'))}")
+        elif event.kind == "spike_confirmed":
+            lines.append(f"Step {event.step}: a real spike, which stays: {_str(event.fields.get('reason'))}")
         elif event.kind == "notice":
             lines.append(_str(event.fields.get("text")))
     return _section("Also said", list(dict.fromkeys(lines)))
