@@ -13,17 +13,19 @@ from types import FrameType, TracebackType
 
 from unsilent.errors import UsageError
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ASK_FOR_THE_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# What the last two mean only the command knows; schedulers send them as a warning.
+_FORWARDED = (*_ASK_FOR_THE_END, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_S = 0.1
 #: torchrun gives its workers 30 seconds between SIGTERM and SIGKILL
 _STOP_S = 40.0
 
 
 class Children:
-    """Starts processes and waits for them. As long as it is entered, SIGTERM, SIGINT and SIGHUP go to them.
+    """Starts processes and waits for them. As long as it is entered, signals go to them.
 
     Attributes:
-        signals: the signals that have come so far.
+        signals: those that ask for the end and have come so far.
     """
 
     def __init__(self) -> None:
@@ -98,7 +100,8 @@ class Children:
         return codes
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
+        if number in _ASK_FOR_THE_END:
+            self.signals.append(number)
         for child in self._running:
             child.send_signal(number)
 

@@ -234,7 +234,7 @@ def launch_(
     On exit code 11 all agents are ended and the job is started again on the nodes that are left, or with a spare in the
     bad one's place, from the checkpoint that the verdict trusts. Every other code ends the launch.
     """
-    from unsilent.launch import LAUNCH_FILE, launch, plan_from
+    from unsilent.launch import launch, plan_from
 
     plan = plan_from(
         nodes=nodes,
@@ -245,10 +245,10 @@ def launch_(
         command=command,
         run_on=run_on,
     )
-    code = launch(plan)
+    record = launch(plan)
     if as_json:
-        _print_json({"exit_code": code, "launch": json.loads((plan.directory / LAUNCH_FILE).read_text())})
-    raise typer.Exit(code)
+        _print_json({"exit_code": record["exit_code"], "launch": record})
+    raise typer.Exit(record["exit_code"])
 
 
 # As with launch.
@@ -278,12 +278,18 @@ def exec_(
         told = Scheduler(scheduler)
     except ValueError:
         raise UsageError(f"--scheduler is {scheduler!r}: one of {', '.join(s.value for s in Scheduler)}") from None
-    ended = execute(command, run)
+    directory = run or out_of(command)
+    if directory is None and told is not Scheduler.NONE:
+        raise UsageError("--scheduler needs the run directory, where exclude.json will be: give --run DIR")
+    ended = execute(command, directory)
     if ended.outcome is not None and ended.outcome["exit_code"] == EXIT_OK and ended.own != EXIT_OK:
         _say(f"the run ended in order, but the command ended with {ended.own}")
-    directory = run or out_of(command)
-    asked = directory is not None and told is not Scheduler.NONE and ended.exit_code == EXIT_QUARANTINE
-    code = tell(told, ended.exit_code, excluded_nodes(directory) if asked else (), restarts=restarts)
+    code = ended.exit_code
+    if directory is not None and told is not Scheduler.NONE and code == EXIT_QUARANTINE:
+        try:
+            code = tell(told, code, excluded_nodes(directory), restarts=restarts)
+        except UsageError as error:
+            _say(f"{error}; the scheduler is not told")
     if as_json:
         _print_json({"exit_code": code, "command_exit_code": ended.own, "outcome": ended.outcome})
     raise typer.Exit(code)

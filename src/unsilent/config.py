@@ -25,8 +25,9 @@ class GuardConfig:
             save runs all checks. Without it, name such steps with ``guard.step(..., saving=True)``.
         total_steps: the last step of the run, if known, runs all checks.
         recomputes: how often in a row one step may be recomputed.
-        snapshot_every: at least so many steps lie between two copies of weights and optimizer state in host memory, taken
-            when a vote found all replicas alike; a rollback goes back to the last one. None for none.
+        snapshot_every: at most so many steps lie between two copies of weights and optimizer state in host memory, as far
+            as votes allow: they are taken when a vote found all replicas alike. A rollback goes back to the last one.
+            None for none.
         recovery_streams: on a GPU, micro-batches that a recovery computes anew are spread over so many streams; with more
             than one, cuBLAS repeats its bits only if CUBLAS_WORKSPACE_CONFIG is set.
         keep_batches: the batches of so many last steps are kept, so that a rollback can run these steps again.

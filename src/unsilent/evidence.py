@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import re
 import shutil
 import time
@@ -23,6 +24,7 @@ from unsilent.events import plain, read_starts
 
 SCHEMA_VERSION = 1
 FOLDER = "evidence"
+_FITS_NOWHERE = 2**62
 
 
 class Level(str, Enum):
@@ -119,7 +121,8 @@ class EvidenceStore:
             level = Level.SLICES
         if level is Level.SLICES and len(tensors) * self.slice_elements * 16 > self.max_bytes // 2:
             level = Level.DIGESTS
-        kept, left_out = self._those_that_fit(level, _size_of(tensors) + _size_of(batch), parts)
+        taken = _size_of(tensors) + _size_of(batch) if level is Level.FULL else 0
+        kept, left_out = self._those_that_fit(level, taken, parts)
         body = {
             "schema": SCHEMA_VERSION,
             "time": round(time.time(), 6),
@@ -272,7 +275,12 @@ def _size_of(value: Any) -> int:
         return sum(_size_of(item) for item in value.values())
     if isinstance(value, list | tuple):
         return sum(_size_of(item) for item in value)
-    return len(value) if isinstance(value, str | bytes) else 64
+    if isinstance(value, str | bytes):
+        return len(value)
+    try:
+        return len(pickle.dumps(value))
+    except Exception:  # noqa: BLE001 - an object may raise anything; what cannot be written fits nowhere
+        return _FITS_NOWHERE
 
 
 def _write_tensors(path: Path, value: Any) -> None:

@@ -254,6 +254,7 @@ class Guard:
             scaler=self.scaler,
             scheduler=self.scheduler,
             scales=self._scales,
+            goes_back=lambda: self._goes_back,
             attempt=self._try,
             tally=self._tally,
         )
@@ -329,7 +330,7 @@ class Guard:
         if self._first and config.replicas_every is not None:
             due.add("replicas")
         audits = config.audit_every is not None or "update" in self.checks
-        if (self.calibration.due and audits) or self.standing.watches_a_device:
+        if audits and (self.calibration.due or (self.calibration.done and self.standing.watches_a_device)):
             due.add("audit")
         due &= set(self.checks)
         if self.audit.strength is Strength.OFF:
@@ -423,7 +424,7 @@ class Guard:
                 "action", moment.step, verdict=finding.verdict, action=decision.action, seconds=seconds,
                 reason=decision.reason,
             )  # fmt: skip
-        if "audit" in moment.due and self.calibration.due:
+        if "audit" in moment.due and "audit" in self.checks and self.calibration.due:
             self.calibration.settle(moment.step)
         return first_action, first_verdict
 
@@ -431,7 +432,7 @@ class Guard:
         """The update itself; findings made after it ride in the next step's vector."""
         self.reduction.forget()
         if self._rolls_back:
-            self.rollback.remember(self.rollback.describe(self.recorder.work(moment.step), kernels))
+            self.rollback.remember(self.recorder.work(moment.step), kernels)
         ran: list[bool] = []
         told = self.optimizer.register_step_post_hook(lambda *_: ran.append(True))
         norm = self.finite.total_norm if "finite" in self.checks else None
@@ -505,7 +506,9 @@ class Guard:
         bitwise = "audit" in self.checks and self.audit.strength is Strength.BITWISE
         if "audit" in moment.due and bitwise and not done and not agreed.raised("audit", "mismatch"):
             self.standing.audited(moment.step)
-        elif "audit" in moment.due and bitwise and {*done} <= {Action.REPAIR, Action.ROLLBACK}:  # by healthy devices
+        elif (
+            "audit" in moment.due and bitwise and done and {*done} <= {Action.REPAIR, Action.ROLLBACK}
+        ):  # by healthy devices
             self.standing.mended(moment.step)
 
     def _note_unclean(self, moment: Moment, agreed: Agreed) -> None:
@@ -525,8 +528,12 @@ class Guard:
         self.standing.voted(moment.step, alike=alike)
         if alike:
             self._log_fingerprints()
-        every, last = self.config.snapshot_every, self.rollback.taken_at
-        if not alike or every is None or self.world.size == 1 or (last is not None and moment.step - last < every):
+        last = self.rollback.taken_at
+        if not alike or not self._goes_back:
+            return
+        # The next vote may come too late for the one after: what was kept since would not reach back.
+        every, votes = self.config.snapshot_every or 0, self.config.replicas_every or 0
+        if last is not None and moment.step - last + votes <= every:
             return
         self.rollback.taken_at = moment.step
         problem = self.rollback.take(moment.step, self.replicas.rows()) if self._rolls_back else ""
@@ -575,8 +582,12 @@ class Guard:
     @property
     def _rolls_back(self) -> bool:
         """Whether what a rollback needs is kept."""
-        on = self.config.mode == "act" and self.config.snapshot_every is not None and self._replicas_on
-        return on and self.world.size > 1
+        return self.config.mode == "act" and self._goes_back
+
+    @property
+    def _goes_back(self) -> bool:
+        """Whether a rollback is among what may be done, or, in observe mode, would be."""
+        return self.config.snapshot_every is not None and self._replicas_on and self.world.size > 1
 
     @property
     def _replicas_on(self) -> bool:
@@ -882,6 +893,12 @@ class Guard:
             self.journal.say(f"{row.site:<16} {row.check:<9} {covered}")
         for text in missing_settings():
             self.journal.say(text)
+        apart = max(self.config.snapshot_every or 0, self.config.replicas_every or 0)
+        if self._goes_back and apart > self.config.keep_batches:
+            self.journal.say(
+                f"snapshots may lie {apart} steps apart and the batches of {self.config.keep_batches} steps are kept: a "
+                "rollback will not always reach back (keep_batches)"
+            )
 
     def _require_localization(self) -> None:
         if len(self.world.nodes) < 3:

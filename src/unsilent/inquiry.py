@@ -258,7 +258,7 @@ class Inquiry:
 
         None when no audit is possible.
         """
-        if "audit" not in self._checks or self._audit.strength is Strength.OFF:
+        if "audit" not in self._checks or self._audit.strength is Strength.OFF or self._ring.stale:
             return None
         if "audit" not in moment.due:
             self.compare()
@@ -273,6 +273,8 @@ class Inquiry:
             return None, "audits are off or compare the loss only"
         if not self._calibrated():
             return None, "it is not known yet whether the work repeats"
+        if self._ring.stale:
+            return None, "the state was put right in this step, and its recording is that of the one before"
         whole = "audit" in moment.due and not self._audit.rotating
         if self._audit.rotating:
             self._audit.all_micro_batches()

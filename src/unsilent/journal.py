@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from unsilent.events import EXIT_FILE, EventKind, EventLog, write_exit
 from unsilent.evidence import EvidenceStore, device_counters
 from unsilent.ledger import RunLedger
 from unsilent.records import Verdict
+from unsilent.screen import show
 
 
 class Journal:
@@ -66,7 +66,7 @@ class Journal:
     def say(self, text: str) -> None:
         """One line on the screen, from rank 0."""
         if self.rank == 0:
-            print(f"unsilent: {text}", file=sys.stderr, flush=True)
+            show(f"unsilent: {text}")
 
     def keep(self, step: int, verdict: Verdict, record: dict[str, Any], **more: Any) -> None:
         """An evidence bundle, written by rank 0 and by every suspect rank."""

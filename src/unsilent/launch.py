@@ -7,14 +7,16 @@ another again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shlex
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from unsilent.children import Children, exit_code, kill_left_over
 from unsilent.errors import EXIT_OK, EXIT_QUARANTINE, CheckpointError, UsageError
 from unsilent.events import EventLog, excluded_nodes
 from unsilent.execute import Ended, ended, out_of, stamp
+from unsilent.screen import show
 
 LAUNCH_FILE = "launch.json"
 MARK = "UNSILENT_LAUNCH"
@@ -59,7 +62,7 @@ class Plan:
             raise UsageError(f"a node is named twice among {', '.join(names)}")
         if self.ranks_per_node < 1 or self.restarts < 0:
             raise UsageError("--nproc-per-node must be at least 1, and --restarts at least 0")
-        if Path(self.command[0]).name.startswith(("torchrun", "python")):
+        if re.fullmatch(r"torchrun|python(3(\.\d+)?)?", Path(self.command[0]).name):
             raise UsageError(
                 f"launch starts torchrun itself: instead of {self.command[0]} give what it is to run, a script or "
                 "-m MODULE"
@@ -87,7 +90,7 @@ def plan_from(
     running = _names("--nodes", nodes, after=0)
     waiting: tuple[str, ...] = ()
     if spares not in ("", "0"):
-        if spares.isdigit() and not nodes.isdigit():
+        if spares.isdecimal() and not nodes.isdecimal():
             raise UsageError("--nodes gives names, so --spares must give names, too")
         waiting = _names("--spares", spares, after=len(running))
     return Plan(
@@ -103,7 +106,7 @@ def plan_from(
 
 def _names(option: str, text: str, *, after: int) -> tuple[str, ...]:
     """``"3"`` are three imitated nodes, the first with number ``after``; else names with commas."""
-    if text.isdigit():
+    if text.isdecimal():
         if int(text) < 1:
             raise UsageError(f"{option} is {text}: it must be at least 1")
         return tuple(f"node-{i}" for i in range(after, after + int(text)))
@@ -135,8 +138,11 @@ def why_not_again(
     return ""
 
 
-def launch(plan: Plan) -> int:
-    """Run it to its end; the exit code is the run's own, or the first agent's that failed.
+def launch(plan: Plan) -> dict[str, Any]:
+    """Run it to its end.
+
+    Returns:
+        What ``launch.json`` holds; its ``exit_code`` is the run's own, or the first agent's that failed.
 
     Raises:
         UsageError: it cannot be started.
@@ -152,7 +158,7 @@ class _Launch:
         self.log = EventLog(plan.directory, rank=None, run_id="")
         self.threads = os.environ.get("OMP_NUM_THREADS") or self._threads()
 
-    def run(self) -> int:
+    def run(self) -> dict[str, Any]:
         plan = self.plan
         code = EXIT_QUARANTINE
         excluded = excluded_nodes(plan.directory)
@@ -163,30 +169,50 @@ class _Launch:
             )
         with Children() as children:
             for restarts_left in range(plan.restarts, -1, -1):
-                attempt, result = self._attempt(children, nodes)
-                code, ran, known = result.exit_code, nodes, set(excluded)
-                excluded = excluded_nodes(plan.directory)
+                try:
+                    result = self._attempt(children, nodes)
+                except UsageError as error:
+                    if restarts_left == plan.restarts:
+                        raise
+                    self._end(code, f"it cannot be started again: {error}")
+                    break
+                code, ran, known, unreadable = result.exit_code, nodes, set(excluded), ""
+                try:
+                    excluded = excluded_nodes(plan.directory)
+                except UsageError as error:
+                    unreadable = str(error)
                 nodes = seats(plan.nodes, plan.spares, excluded)
                 stop = why_not_again(code, ran=ran, next_nodes=nodes, excluded=excluded, restarts_left=restarts_left)
+                if unreadable and code == EXIT_QUARANTINE:
+                    stop = unreadable
                 if children.signals and code != EXIT_OK:
                     stop = f"signal {children.signals[0]} has asked for the end"
                 if not stop:
                     stop = self._resume_point(result)
-                attempt["decision"] = f"end: {stop}" if stop else f"start again on {', '.join(nodes)}"
-                self._write(code if stop else None)
                 if stop:
-                    if code != EXIT_OK:
-                        self._say(
-                            f"attempt {len(self.attempts)} ended with {code}: {stop}; its logs are in {attempt['logs']}"
-                        )
+                    self._end(code, stop)
                     break
+                self.attempts[-1]["decision"] = f"start again on {', '.join(nodes)}"
+                self._write(None)
                 out = ", ".join(node for node in excluded if node not in known)
                 self._say(f"{out} is taken out: starting again on {', '.join(nodes)}, {self._from(result)}")
         self.log.close()
-        return code
+        return self._record(code)
 
-    def _attempt(self, children: Children, nodes: tuple[str, ...]) -> tuple[dict[str, Any], Ended]:
-        """Start an agent on each node and wait for all of them."""
+    def _end(self, code: int, why: str) -> None:
+        """The last attempt stays the last."""
+        last = self.attempts[-1]
+        last["decision"] = f"end: {why}"
+        self._write(code)
+        if code != EXIT_OK:
+            self._say(f"attempt {last['attempt']} ended with {code}: {why}; its logs are in {last['logs']}")
+
+    def _attempt(self, children: Children, nodes: tuple[str, ...]) -> Ended:
+        """Start an agent on each node and wait for all of them.
+
+        Raises:
+            UsageError: they cannot be started, or have no place for their logs.
+        """
         plan = self.plan
         number = len(self.attempts) + 1
         mark = f"{self.identity}.{number}"
@@ -204,17 +230,22 @@ class _Launch:
         self._say(f"attempt {number} on {', '.join(nodes)}; logs in {logs}")
         before = stamp(plan.directory)
         begin = time.monotonic()
-        agents = {
-            node: children.start(
-                self._agent(node, rank, nodes, port, mark),
-                environment={**os.environ, **self._environment(node, mark)},
-                log=logs / f"{node}.log",
-            )
-            for rank, node in enumerate(nodes)
-        }
         screen = _Follow(logs / f"{nodes[0]}.log")
-        codes = children.wait(patience_s=PATIENCE_S, meanwhile=screen.show)
-        left = kill_left_over(f"{MARK}={mark}")
+        failed, left = True, 0
+        try:
+            agents = {
+                node: children.start(
+                    self._agent(node, rank, nodes, port, mark),
+                    environment={**os.environ, **self._environment(node, mark)},
+                    log=logs / f"{node}.log",
+                )
+                for rank, node in enumerate(nodes)
+            }
+            codes = children.wait(patience_s=PATIENCE_S, meanwhile=screen.show)
+            failed = any(codes)
+        finally:
+            if failed:  # agents that ended in order have waited for their workers
+                left = kill_left_over(f"{MARK}={mark}")
         own = next((code for code in codes if code), EXIT_OK)
         result = ended(own, plan.directory, before)
         attempt |= {
@@ -225,7 +256,7 @@ class _Launch:
             "outcome": result.outcome,
         }
         self._write(None)
-        return attempt, result
+        return result
 
     def _agent(self, node: str, rank: int, nodes: Sequence[str], port: int, mark: str) -> list[str]:
         """The command of one agent. The rendezvous is static, so that ranks follow the order of the nodes."""
@@ -280,35 +311,39 @@ class _Launch:
         return f"from {named}" if named else "from the beginning, since no certified checkpoint was named"
 
     def _say(self, text: str) -> None:
-        print(f"unsilent launch: {text}", file=sys.stderr, flush=True)
+        show(f"unsilent launch: {text}")
         self.log.write("notice", -1, text=f"launch: {text}")
 
+    def _record(self, code: int | None) -> dict[str, Any]:
+        """What was done and why."""
+        plan = {**asdict(self.plan), "directory": str(self.plan.directory)}
+        return {"schema": 1, "plan": plan, "attempts": self.attempts, "exit_code": code}
+
     def _write(self, code: int | None) -> None:
-        """``launch.json``: what was done and why; a disk that fails does not end the job."""
-        plan: Mapping[str, Any] = {**asdict(self.plan), "directory": str(self.plan.directory)}
-        record = {"schema": 1, "plan": plan, "attempts": self.attempts, "exit_code": code}
+        """Put the record into ``launch.json``; a disk that fails does not end the job."""
         draft = self.plan.directory / f".{LAUNCH_FILE}.tmp"
         try:
-            draft.write_text(json.dumps(record, indent=2) + "\n")
+            draft.write_text(json.dumps(self._record(code), indent=2) + "\n")
             draft.replace(self.plan.directory / LAUNCH_FILE)
         except OSError as error:
-            print(f"unsilent launch: {LAUNCH_FILE} cannot be written: {error}", file=sys.stderr, flush=True)
+            show(f"unsilent launch: {LAUNCH_FILE} cannot be written: {error}")
 
 
 class _Follow:
-    """Shows what is added to a file, on stderr."""
+    """Shows what is added to a file, on stderr; what cannot be read or shown does not end the job."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._shown = path, 0
 
     def show(self) -> None:
-        with self._path.open("rb") as file:
-            file.seek(self._shown)
-            new = file.read()
-        self._shown += len(new)
-        if new:
-            sys.stderr.write(new.decode("utf-8", "replace"))
-            sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            with self._path.open("rb") as file:
+                file.seek(self._shown)
+                new = file.read()
+            self._shown += len(new)
+            if new:
+                sys.stderr.write(new.decode("utf-8", "replace"))
+                sys.stderr.flush()
 
 
 def _free_port() -> int:

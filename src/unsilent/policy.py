@@ -41,8 +41,8 @@ class Situation:
         recomputes_left: how often this step may still be recomputed.
         repair_possible: a healthy rank holds the right gradient and it can still be put in place.
         heal_allowed: the same tensors read clean at the step before, so the wrong replica has reached nobody.
-        rollback_possible: a trusted state and the work of every step since are at hand, and reach back before the
-            first step that the fault can have touched.
+        no_way_back: why no trusted state from before the first step that the fault can have touched is at hand, with the
+            work of every step since; "" when there is one.
         contaminated: that device has computed since its last clean audit, and all replicas have taken its gradients in.
         approved: a person has approved taking the suspect's node out.
         recorded_is_right: the live value was the agreed one (the auditor or an arbiter erred).
@@ -56,7 +56,7 @@ class Situation:
     recomputes_left: int = 0
     repair_possible: bool = False
     heal_allowed: bool = False
-    rollback_possible: bool = False
+    no_way_back: str = "nothing is kept to go back to"
     contaminated: bool = False
     approved: bool = False
     recorded_is_right: bool = False
@@ -112,10 +112,10 @@ def _restore_the_step(verdict: Verdict, situation: Situation) -> Decision:
         if situation.heal_allowed:
             return _take(Action.HEAL, "the wrong replica has reached nobody: copied from the majority, then recomputed")
         reached = "the wrong replica may have reached the others through its gradients"
-        if situation.rollback_possible:
+        if not situation.no_way_back:
             return _take(Action.ROLLBACK, f"{reached}: back to a trusted state, and the steps since are run again")
-        return _take(Action.STOP, f"{reached}, and no trusted state at hand reaches back that far")
-    if verdict.kind is Kind.PERSISTENT and situation.contaminated and situation.rollback_possible:
+        return _take(Action.STOP, f"{reached}, and there is no way back: {situation.no_way_back}")
+    if verdict.kind is Kind.PERSISTENT and situation.contaminated and not situation.no_way_back:
         return _take(
             Action.ROLLBACK,
             "what it did since its last clean audit has reached every replica: back to the trusted state before, and the "

@@ -69,6 +69,7 @@ class Verdict:
     """What was found, who is suspected, and why, in words.
 
     ``tensors`` names what differed (first few), ``elements`` an element range inside the first of them where known.
+    ``acquits`` names devices that this step was blamed on when it ran before, wrongly.
     """
 
     kind: Kind
@@ -79,11 +80,14 @@ class Verdict:
     suspects: tuple[Suspect, ...] = ()
     tensors: tuple[str, ...] = ()
     elements: tuple[int, int] | None = None
+    acquits: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary of plain JSON values."""
+        """A dictionary of plain JSON values; ``acquits`` is there only where somebody is acquitted."""
         record = asdict(self)
         record["kind"], record["site"] = self.kind.value, self.site.value
+        if not self.acquits:
+            del record["acquits"]
         return record
 
 

@@ -103,6 +103,7 @@ def in_hindsight(verdict: Verdict, *, strikes: float, blamed_before: Collection[
             verdict,
             kind=Kind.SOFTWARE,
             suspects=(),
+            acquits=tuple(sorted(blamed_before)),
             reason=f"step {verdict.step} was blamed on {', '.join(sorted(blamed_before))} when it ran before, and now on "
             f"{', '.join(sorted(now))}: it fails on whatever device runs it, so it is the code, the data or the state, "
             f"and no device is blamed (now: {verdict.reason})",

@@ -137,6 +137,11 @@ class Reduction:
         """Drop the copies of local buckets, if any."""
         self._kept.clear()
 
+    def put_right(self, index: int, local: torch.Tensor) -> None:
+        """What this rank reduces in this bucket is another value now: its kept copy, if there is one, follows."""
+        if index in self._kept:
+            self._kept[index].copy_(local)
+
     @property
     def kept(self) -> bool:
         """Whether the local buckets of the current step are at hand."""
@@ -150,6 +155,11 @@ class Reduction:
     def synchronises_buffers(self) -> bool:
         """Whether the wrapper's forward, at this moment, begins with rank 0's buffers on all ranks."""
         return self.ddp is not None and bool(self.ddp._check_sync_bufs_pre_fwd())
+
+    @property
+    def grads_are_views(self) -> bool:
+        """Whether ``.grad`` of the parameters lies inside the buckets."""
+        return self.ddp is not None and self.ddp.gradient_as_bucket_view
 
     def unreduced(self) -> tuple[nn.Parameter, ...]:
         """Parameters that hold a gradient no reduction has touched; empty when all is well or nothing reduces."""

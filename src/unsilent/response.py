@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 from unsilent import bundle
 from unsilent.calibration import Calibration
+from unsilent.checkpoint import Saved
 from unsilent.checks.audit import Audit
 from unsilent.checks.finite import Finite, extremes
 from unsilent.checks.protocol import Moment
@@ -38,7 +40,7 @@ from unsilent.ring import Ring
 from unsilent.standing import Standing
 from unsilent.world import World
 
-_TAG_ENDED, _TAG_EXCLUDED = 14, 18
+_TAG_ENDED, _TAG_EXCLUDED, _TAG_ALONE = 14, 18, 24
 
 _IN_STATE = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
 _SEVERITY = {
@@ -54,11 +56,23 @@ def gravest(decided: list[tuple[Finding, Decision]]) -> tuple[Finding, Decision]
     return max(decided, key=lambda pair: _SEVERITY[pair[1].would or pair[1].action])
 
 
+@dataclass(frozen=True, kw_only=True)
+class WayBack:
+    """Where a rollback goes: to the state at the start of step ``start``, that of the snapshot unless a checkpoint is
+    given, and why the snapshot does not serve then; or what is missing, so that there is nowhere to go."""
+
+    start: int = -1
+    saved: Saved | None = None
+    instead: str = ""
+    missing: str = ""
+
+
 class Response:
     """Responds for one guard.
 
     Args:
         scaler, scheduler, scales: the user's; whether the scaler is in use.
+        goes_back: whether what a rollback needs is kept, or would be outside of observe mode.
         attempt: runs a part of the check named; what it raises is flagged to all ranks.
         tally: what each check has done so far, for the log.
 
@@ -89,6 +103,7 @@ class Response:
         scaler: Any,
         scheduler: Any,
         scales: bool,
+        goes_back: Callable[[], bool],
         attempt: Callable[[str, Callable[[], Any]], Any],
         tally: Callable[[], dict[str, dict[str, int]]],
     ) -> None:
@@ -98,7 +113,7 @@ class Response:
         self._finite, self._replicas, self._audit, self._update = finite, replicas, audit, update
         self._calibration, self._inquiry, self._standing = calibration, inquiry, standing
         self._scaler, self._scheduler, self._scales = scaler, scheduler, scales
-        self._attempt, self._tally = attempt, tally
+        self._goes_back, self._attempt, self._tally = goes_back, attempt, tally
         self.alarms: Counter[str] = Counter()
         self.stopped = False
         self.unsound = ""
@@ -124,8 +139,8 @@ class Response:
             heal_allowed=in_state
             and reducible
             and (moment.first or self._standing.last_clean_vote >= moment.step - 1)
-            and self._can_heal(finding),
-            rollback_possible=way_back_matters and self._way_back(verdict, moment.step) is not None,
+            and all(self._world.gather(self._can_heal(finding), step=moment.step, tag=_TAG_ALONE)),
+            no_way_back=self._way_back(verdict, moment.step).missing if way_back_matters else "it is not needed",
             contaminated=contaminated,
             approved=bool(nodes & self._standing.approved()),
             recorded_is_right=finding.recorded_is_right,
@@ -193,6 +208,7 @@ class Response:
         if action is Action.HEAL:
             votes = tuple(vote for f in every for vote in f.votes)
             healed = heal(self._world, self._inventory, votes)
+            self._ring.stale = True
             shares = tuple(Share(auditee=rank, source=rank, digest=None) for rank in healed)
         else:
             shares = tuple({s.auditee: s for f in every for s in f.shares}.values())
@@ -221,27 +237,46 @@ class Response:
             self._replicas.read(gradients=self._reduction.ddp is not None)
         return True
 
-    def _way_back(self, verdict: Verdict, step: int) -> int | None:
-        """The newest step at whose start the state is trusted and the fault cannot have touched it, if the kept batches
-        reach from there up to now: that of the snapshot, or of a certified checkpoint. None when there is none.
+    def _way_back(self, verdict: Verdict, step: int) -> WayBack:
+        """The newest state that is trusted and that the fault cannot have touched, if the kept batches reach from there
+        up to now; all ranks call it. In observe mode nothing is kept, and only the steps are reckoned with.
         """
-        if self._config.snapshot_every is None or self._audit.communicates:
-            return None
+        if not self._goes_back():
+            return WayBack(missing="nothing is kept to go back to (snapshot_every, replicas_every)")
+        if any(self._world.gather(self._audit.communicates, step=step, tag=_TAG_ALONE)):
+            return WayBack(missing="the model communicates, so no rank can rerun its work alone")
         if not self._reduction.hooked and self._reduction.ddp is not None:
-            return None
+            return WayBack(missing=self._reduction.notice)
         oldest, newest = step - self._config.keep_batches, step
         if verdict.site not in _IN_STATE:
             # What a bad device did must be done by others, and it is known by then which device that is.
             bad = self._standing.suspicion.struck | {s.rank for s in verdict.suspects if s.rank is not None}
             others = [self._ring.auditors[rank] for rank in bad]
             if any(auditor is None or auditor in bad for auditor in others):
-                return None
+                return WayBack(missing="no healthy device could do again what the bad one did")
             newest = self._standing.vouched + 1
+        observes = self._config.mode == "observe"
+        missing = f"no snapshot was taken between the steps {max(oldest, 0)} and {newest}"
         taken = self._rollback.taken_at
         if taken is not None and oldest <= taken <= newest:
-            return taken
+            missing = "" if observes else self._rollback.problem(
+                step, start=taken, substitutes=self._substitutes(), snapshot=True
+            )  # fmt: skip
+            if not missing:
+                return WayBack(start=taken)
         saved = self._standing.newest_certified(at_most=newest)
-        return saved.steps if saved is not None and saved.steps >= oldest else None
+        if saved is None or saved.steps < oldest:
+            return WayBack(missing=f"{missing}, and no certified checkpoint is in reach")
+        if not observes:
+            problem = self._rollback.problem(step, start=saved.steps, substitutes=self._substitutes(), snapshot=False)
+            if problem:
+                return WayBack(missing=f"{missing}; from the checkpoint of step {saved.steps}: {problem}")
+        return WayBack(start=saved.steps, saved=saved, instead=missing)
+
+    def _substitutes(self) -> dict[int, int]:
+        """Who runs again the work of devices that are known to be bad."""
+        return {rank: auditor for rank in sorted(self._standing.suspicion.struck)
+                if (auditor := self._ring.auditors[rank]) is not None}  # fmt: skip
 
     def act_at_rest(self, finding: Finding, decision: Decision, every: list[Finding], step: int) -> None:
         """The same between two steps, where no work is under way: the state is put right, or the run ends."""
@@ -258,31 +293,29 @@ class Response:
 
     def _roll_back(self, verdict: Verdict, step: int, current: PastStep | None, losses: list[torch.Tensor]) -> None:
         """Back to the newest state that is still trusted, in memory or on disk, and forward again; else the run stops."""
-        substitutes = {rank: auditor for rank in sorted(self._standing.suspicion.struck)
-                       if (auditor := self._ring.auditors[rank]) is not None}  # fmt: skip
-        start = self._way_back(verdict, step)
-        if start is None:
-            self.stop(verdict, step, "the state to go back to has lost its trust")
-        why = ""
-        if start == self._rollback.taken_at:
-            why = self._rollback.problem(step, start=start, substitutes=substitutes, snapshot=True)
+        way = self._way_back(verdict, step)
+        if way.missing:
+            self.stop(verdict, step, f"there is no way back: {way.missing}")
         self.unsound = f"the rollback at step {step} has not come to its end, and the state is that of no step"
-        if start == self._rollback.taken_at and not why:
+        if way.saved is None:
             self._rollback.restore()
         else:
-            start = self._load_to_roll_back(verdict, step, substitutes, why)
+            self._journal.say(f"step {step}: {way.instead}; going back to {way.saved.path}")
+            self._load(verdict, step, way.saved)
+        substitutes = self._substitutes()
         local: list[torch.Tensor] = []
         problem = self._rollback.come_forward(
-            start=start,
+            start=way.start,
             current=current,
             losses=losses,
             substitutes=substitutes,
             observe=lambda b: local.extend(extremes([b])),
         )
         if problem:
-            self.stop(verdict, step, f"ROLLBACK to step {start} failed: {problem}")
+            self.stop(verdict, step, f"ROLLBACK to step {way.start} failed: {problem}")
         self.unsound = ""
-        self._standing.rolled_back(start, step, undone=bool(substitutes))
+        self._ring.stale = True
+        self._standing.rolled_back(way.start, step, by_others=substitutes)
         if current is not None:
             self._finite.recheck(local)
         self._settle()
@@ -290,23 +323,14 @@ class Response:
             "replicas", lambda: self._replicas.read(gradients=current is not None and self._reduction.ddp is not None)
         )
 
-    def _load_to_roll_back(self, verdict: Verdict, step: int, substitutes: dict[int, int], why: str) -> int:
-        """The state of a certified checkpoint, from which the kept batches reach up to now; ``why`` no snapshot serves."""
-        said = f"{why}; " if why else ""
-        store, saved = self._standing.newest_store(), self._standing.newest_certified(at_most=step)
-        if store is None or saved is None:
-            self.stop(verdict, step, why or "there is no certified checkpoint")
-        problem = self._rollback.problem(step, start=saved.steps, substitutes=substitutes, snapshot=False)
-        if problem:
-            self.stop(verdict, step, f"{said}from the newest certified checkpoint: {problem}")
+    def _load(self, verdict: Verdict, step: int, saved: Saved) -> None:
+        """The state of a certified checkpoint."""
+        store = self._standing.newest_store()
+        assert store is not None
         try:
-            loaded = store.load(self._inventory, scaler=self._scaler, scheduler=self._scheduler, certified=True)
+            store.load(self._inventory, scaler=self._scaler, scheduler=self._scheduler, path=saved.path)
         except (CheckpointError, OSError) as error:  # on all ranks together
-            self.stop(verdict, step, f"{said}from the checkpoints: {error}")
-        if loaded.steps != saved.steps:
-            self.stop(verdict, step, f"{said}the newest certified checkpoint, of step {saved.steps}, is damaged")
-        self._journal.say(f"step {step}: {said}going back to {loaded.path}")
-        return loaded.steps
+            self.stop(verdict, step, f"{saved.path} cannot be gone back to: {error}")
 
     def _settle(self) -> None:
         """The step has been put right: what objected to it before does so no longer."""

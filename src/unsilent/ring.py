@@ -57,12 +57,15 @@ class Ring:
         self.auditee: int | None = inverse.get(world.rank, world.rank if self.auditor is None else None)
         self.works: dict[int, Work] = {}
         self.kernels = Kernels.DEFAULT
+        #: the state has changed since this step was recorded, so that its recording is that of other weights
+        self.stale = False
         self._start: Attributes | None = None
 
     def begin(self, work: Work | None, *, kernels: Kernels, start: Attributes | None) -> None:
         """Take this rank's own work of the step; ``start`` are the attributes its forward began with, if known."""
         self.works = {} if work is None else {self.world.rank: work}
         self.kernels = kernels
+        self.stale = False
         self._start = start
 
     def swap(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +33,8 @@ class Standing:
             when there was none. A vote at a save is not among them: the step that uses that state comes after it.
         last_clean_audit: the last step in which every rank passed a bitwise audit, also one before the restart that a
             certified checkpoint rests on; -1 when there was none.
+        audited_up_to: the same, but only of work that the present state rests on: a rollback takes back the steps that
+            it has run again.
         vouched: the last step up to which every rank's work is vouched for: by a clean audit, or, where a device is audited
             in every step, by audits whose findings were put right.
         certifies_nothing: why checkpoints cannot be certified any more, "" while they can.
@@ -53,7 +55,7 @@ class Standing:
         self._world, self._journal, self._directory, self._keep = world, journal, directory, keep
         self.suspicion = Suspicion(world, journal, directory=directory, ledger=ledger)
         self._observe = observe
-        self.last_clean_vote = self.last_clean_audit = self.vouched = -1
+        self.last_clean_vote = self.last_clean_audit = self.audited_up_to = self.vouched = -1
         self.certifies_nothing = ""
         self.pending: set[str] = set()
         self._votes: dict[int, bool] = {}  # by updates completed, the oldest first: were the replicas alike?
@@ -78,7 +80,7 @@ class Standing:
             store, path, status: where it was loaded from and how far it was trusted there; None for a state that the
                 user has loaded.
         """
-        self.last_clean_vote = self.last_clean_audit = self.vouched = -1
+        self.last_clean_vote = self.last_clean_audit = self.audited_up_to = self.vouched = -1
         self._loaded = None
         self._votes.clear()
         self._candidates.clear()
@@ -98,7 +100,7 @@ class Standing:
                 lambda: store.newest_certified(at_most=steps),
             )
             self.last_clean_audit = -1 if certified is None else certified.steps - 1
-        self.vouched = self.last_clean_audit
+        self.vouched = self.audited_up_to = self.last_clean_audit
 
     def not_finite_after_load(self, step: int) -> str:
         """A bad number that no device made stops the run at ``step``; it may be held against the checkpoint loaded last.
@@ -165,7 +167,7 @@ class Standing:
     def audited(self, step: int) -> None:
         """Every rank passed an audit of this step: candidates of states up to the one after it are certified."""
         self._journal.audit_passed()
-        self.last_clean_audit = self.vouched = step
+        self.last_clean_audit = self.audited_up_to = self.vouched = step
         if self.certifies_nothing:
             return
         for root, steps in sorted(c for c in self._candidates if c[1] <= step + 1):
@@ -188,16 +190,19 @@ class Standing:
         if self.vouched >= step - 1:
             self.vouched = step
 
-    def rolled_back(self, start: int, step: int, *, undone: bool) -> None:
+    def rolled_back(self, start: int, step: int, *, by_others: Collection[int]) -> None:
         """The steps from ``start`` to the one before ``step`` were run again, and that one may be under way.
 
         Args:
-            undone: the share of the device that had failed was run by another, so that nothing of its work is left.
+            by_others: the ranks whose share was run by another, so that nothing of their own work is left in it.
         """
-        self.suspicion.ran_again()
+        self.audited_up_to = min(self.audited_up_to, start - 1)
+        struck = self.suspicion.struck
+        undone = bool(struck) and struck <= set(by_others) and start <= self.vouched + 1
         self.vouched = step - 1 if undone else min(self.vouched, start - 1)
         if undone and self._doubted_after is not None and start <= self._doubted_after:
             self.certifies_nothing, self._doubted_after = "", None
+        self.suspicion.ran_again()
 
     def voted(self, steps: int, *, alike: bool) -> None:
         """A vote over the state after ``steps`` updates. One that found a difference is not made good by a later one."""
@@ -207,7 +212,7 @@ class Standing:
 
     def status_of_next(self, steps: int) -> Status:
         """How far a checkpoint of the present state is trusted: the last step was audited, or an audit must follow."""
-        certified = self.last_clean_audit >= steps - 1 >= 0 and not self.certifies_nothing
+        certified = self.audited_up_to >= steps - 1 >= 0 and not self.certifies_nothing
         return Status.CERTIFIED if certified else Status.CANDIDATE
 
     def saved(self, store: CheckpointStore, steps: int, path: Path, status: Status | None, *, alike: bool) -> None:
@@ -263,13 +268,13 @@ class Standing:
         voted = max((s for s, alike in self._votes.items() if alike), default=None)
         if voted is not None:
             runs.append(CheckRun(check="replicas", steps=(voted, voted)))
-        if self.last_clean_audit >= 0:
-            runs.append(CheckRun(check="audit", steps=(self.last_clean_audit, self.last_clean_audit)))
+        if self.audited_up_to >= 0:
+            runs.append(CheckRun(check="audit", steps=(self.audited_up_to, self.audited_up_to)))
         return tuple(runs)
 
     def trust(self) -> Trust:
         """For writers of their own: what is known when they ask whether a state may be called certified."""
-        audited = self.last_clean_audit if self.last_clean_audit >= 0 else None
+        audited = self.audited_up_to if self.audited_up_to >= 0 else None
         votes = frozenset(steps for steps, alike in self._votes.items() if alike)
         return Trust(
             clean_audits=(audited,) * self._world.size, clean_replicas=votes, doubted_after=self._doubted_after

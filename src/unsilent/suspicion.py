@@ -187,7 +187,11 @@ class Suspicion:
         return _Earlier(now=now, strikes={(d.node, d.device): newest(s) for d, s in history.items() if d in here})
 
     def _read_log(self, directory: str | Path) -> dict[int, set[str]]:
-        """By step, the devices that verdicts of earlier starts have named."""
+        """By step, the devices that verdicts of earlier starts have named.
+
+        Once a step has been called SOFTWARE for that, it begins anew: else a second bad device that shows up at the same
+        step would never be named.
+        """
         try:
             events = read(directory).events
         except UsageError as error:
@@ -197,6 +201,8 @@ class Suspicion:
         for event in events:
             if event.kind == "verdict" and event.fields.get("run") != self._journal.run_id:
                 devices = _named(event)
+                if event.fields.get("verdict", {}).get("kind") == Kind.SOFTWARE.value:
+                    blamed.pop(event.step, None)
                 if devices:
                     blamed.setdefault(event.step, set()).update(devices)
         return blamed

@@ -19,7 +19,7 @@ import unsilent
 from unsilent.checkpoint import CheckpointStore
 from unsilent.cli import app
 from unsilent.errors import CheckpointError, IntegrityLost, RankFailure, UsageError
-from unsilent.events import EventLog, approved_nodes, read_exit, write_exit
+from unsilent.events import EventLog, approved_nodes, read_exit, write_exclude, write_exit
 from unsilent.execute import execute, out_of
 from unsilent.inventory import Inventory
 from unsilent.ledger import RunLedger
@@ -250,7 +250,7 @@ def python(code: str, *words: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, words)]
 
 
-ENDS = "import sys; from unsilent.events import write_exit; write_exit(sys.argv[2], int(sys.argv[3]), 4); sys.exit(1)"
+ENDS = "import sys; from unsilent.events import write_exit; write_exclude, write_exit(sys.argv[2], int(sys.argv[3]), 4); sys.exit(1)"
 
 
 def test_exec_returns_the_runs_code_from_the_childs_own_out(tmp_path: Path) -> None:
@@ -272,6 +272,24 @@ def test_exec_never_turns_a_failure_into_a_zero(tmp_path: Path) -> None:
     result = invoke("exec", "--", *python(ENDS, "--out", tmp_path, 0))
     assert result.exit_code == 1
     assert "the run ended in order, but the command ended with 1" in result.stderr
+
+
+def test_exec_tells_the_scheduler_only_what_it_can_read_and_keeps_the_runs_code(tmp_path: Path) -> None:
+    refused(invoke("exec", "--scheduler", "kubeflow", "--", "true"), "give --run DIR")
+    (tmp_path / "exclude.json").write_text("{")
+    command = python(ENDS, "--out", tmp_path, 11)
+    unread = invoke("exec", "--scheduler", "kubeflow", "--", *command)
+    assert unread.exit_code == 11 and "exclude.json: cannot be understood" in unread.stderr
+    assert "cannot be understood" not in invoke("exec", "--", *command).stderr
+    (tmp_path / "exclude.json").unlink()
+    write_exclude(tmp_path, ["n1"], "sick")
+    assert invoke("exec", "--scheduler", "kubeflow", "--", *command).exit_code == 211
+
+
+def test_a_screen_that_is_gone_does_not_change_the_code(tmp_path: Path) -> None:
+    code = "from unsilent.screen import show; from unsilent.training.loop import leave; print('x'); show('y', out=True); leave(11)"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, check=False).returncode == 11
 
 
 def test_exec_says_what_cannot_be_started() -> None:

@@ -134,6 +134,17 @@ def test_a_full_disk_loses_events_counts_them_and_never_raises(tmp_path: Path, m
     assert [(event.step, event.fields.get("lost_before")) for event in found] == [(0, None), (3, 2), (4, None)]
 
 
+def test_a_descriptor_whose_close_failed_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = LineFile(tmp_path / "lines.jsonl")
+    file.append({"n": 1}, durable=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        file.close()
+    file.append({"n": 2}, durable=False)
+    file.close()
+    assert (tmp_path / "lines.jsonl").read_text() == '{"n": 1}\n{"n": 2}\n'
+
+
 def test_a_really_full_file_system_is_survived() -> None:
     if not os.access("/dev/full", os.W_OK):
         pytest.skip("no /dev/full here")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from unsilent import evidence
 from unsilent.evidence import EvidenceStore, Level, device_counters, read_bundle
 from unsilent.records import Kind, Site, Verdict
 
@@ -125,9 +126,26 @@ def test_what_cannot_be_written_is_counted_and_never_raises(tmp_path: Path) -> N
     assert store.lost == 1
 
 
-def test_a_failed_bundle_leaves_nothing(tmp_path: Path) -> None:
+class Opaque:
+    def __init__(self) -> None:
+        self.held = bytes(10_000)
+
+
+def test_an_object_of_unknown_kind_is_measured_and_one_that_cannot_be_written_costs_only_the_level(tmp_path: Path) -> None:
+    for number, (batch, level) in enumerate(((Opaque(), "slices"), (lambda: None, "slices"), (3, "full"))):
+        store = EvidenceStore(tmp_path, rank=0, level="full", max_bytes=16_000)
+        bundle = store.save(number, "audit", {}, batch=batch)
+        assert bundle is not None and store.lost == 0
+        assert (read_bundle(bundle) or {})["level"] == level
+
+
+def test_a_failed_bundle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("No space left on device")
+
     store = EvidenceStore(tmp_path, rank=0, level="full")
-    assert store.save(1, "audit", {}, batch=lambda: None) is None
+    monkeypatch.setattr(evidence, "_write_tensors", fails)
+    assert store.save(1, "audit", {}, batch=BATCH) is None
     assert list((tmp_path / "evidence").iterdir()) == []
     assert store.lost == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from unsilent.cli import app
 from unsilent.errors import UsageError
 from unsilent.events import read, write_exclude
 from unsilent.launch import MARK, Plan, plan_from, seats, why_not_again
+from unsilent.screen import show
 
 FOUR = ("a", "b", "c", "d")
 
@@ -44,6 +46,10 @@ def test_numbers_imitate_nodes_and_names_are_names() -> None:
     assert words(nodes="2", spares="2").spares == ("node-2", "node-3")
     assert words(nodes="a, b,c", spares="d").nodes == ("a", "b", "c")
     assert words(nodes="a,b", spares="d").spares == ("d",)
+
+
+def test_a_digit_that_is_no_number_is_a_name() -> None:
+    assert words(nodes="²").nodes == ("²",)
 
 
 def test_the_run_directory_is_the_commands_own() -> None:
@@ -124,6 +130,10 @@ def agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], P
     return made
 
 
+def code_of(wanted: Plan) -> int:
+    return launch.launch(wanted)["exit_code"]
+
+
 def record(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "launch.json").read_text())
 
@@ -134,7 +144,7 @@ def test_a_node_that_is_taken_out_is_left_out_and_the_rest_ends(agents: Any, tmp
         "if node == 'c':\n write_exclude(out, ['c'], 'it was wrong')\n end(11, 1)\n"
         "sys.exit(1 if not (out / 'exclude.json').exists() or node == 'c' else 0)\n"
     )
-    assert launch.launch(again) == 0
+    assert code_of(again) == 0
     first, second = record(tmp_path)["attempts"]
     assert (first["nodes"], first["exit_code"], first["agents"]["c"]) == ([*FOUR], 11, 1)
     assert first["decision"] == "start again on a, b, d"
@@ -149,17 +159,17 @@ def test_a_node_that_is_taken_out_is_left_out_and_the_rest_ends(agents: Any, tmp
 
 
 def test_every_other_code_ends_it(agents: Any, tmp_path: Path) -> None:
-    assert launch.launch(agents("end(10, 1)")) == 10
-    assert launch.launch(agents("sys.exit(3 if node == 'b' else 0)")) == 3
-    assert launch.launch(agents("end(0, 5)")) == 5
-    assert launch.launch(agents("end(0, 0)")) == 0
+    assert code_of(agents("end(10, 1)")) == 10
+    assert code_of(agents("sys.exit(3 if node == 'b' else 0)")) == 3
+    assert code_of(agents("end(0, 5)")) == 5
+    assert code_of(agents("end(0, 0)")) == 0
     assert [len(record(tmp_path)["attempts"])] == [1]
 
 
 def test_it_is_started_again_only_so_often(agents: Any, tmp_path: Path, capfd: Any) -> None:
     worse = agents("from unsilent.events import write_exclude\nwrite_exclude(out, [node], 'x')\nend(11, 1)", restarts=1)
     worse = Plan(**{**vars(worse), "nodes": ("a",), "spares": ("b", "c", "d")})
-    assert launch.launch(worse) == 11
+    assert code_of(worse) == 11
     attempts = record(tmp_path)["attempts"]
     assert [attempt["nodes"] for attempt in attempts] == [["a"], ["b"]]
     assert "as often as --restarts allows" in attempts[-1]["decision"]
@@ -167,13 +177,13 @@ def test_it_is_started_again_only_so_often(agents: Any, tmp_path: Path, capfd: A
 
 
 def test_a_quarantine_that_names_nobody_is_not_repeated(agents: Any, tmp_path: Path) -> None:
-    assert launch.launch(agents("end(11, 1)")) == 11
+    assert code_of(agents("end(11, 1)")) == 11
     assert "names none of the nodes" in record(tmp_path)["attempts"][0]["decision"]
 
 
 def test_nodes_that_are_out_already_do_not_start(agents: Any, tmp_path: Path) -> None:
     write_exclude(tmp_path, ["b"], "earlier")
-    assert launch.launch(agents("end(0, 0)")) == 0
+    assert code_of(agents("end(0, 0)")) == 0
     assert record(tmp_path)["attempts"][0]["nodes"] == ["a", "c", "d"]
     write_exclude(tmp_path, FOUR, "earlier")
     with pytest.raises(UsageError, match="there is none to start on"):
@@ -183,7 +193,7 @@ def test_nodes_that_are_out_already_do_not_start(agents: Any, tmp_path: Path) ->
 def test_an_agent_that_dies_takes_the_others_with_it(agents: Any, tmp_path: Path) -> None:
     begin = time.monotonic()
     dies = agents("if node == 'c': os.kill(os.getpid(), signal.SIGKILL)\nothers()")
-    assert launch.launch(dies) == 137
+    assert code_of(dies) == 137
     assert time.monotonic() - begin < 30
     assert set(record(tmp_path)["attempts"][0]["agents"].values()) == {137, 143}
 
@@ -196,19 +206,74 @@ def test_one_that_does_not_listen_is_killed_with_what_it_has_started(agents: Any
         "if node == 'd': subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         "others()"
     )
-    assert launch.launch(deaf) == 7
+    assert code_of(deaf) == 7
     attempt = record(tmp_path)["attempts"][0]
     assert attempt["agents"] == {"a": 137, "b": 137, "c": 7, "d": 137} and attempt["killed"] == 1
     assert children.kill_left_over(MARK) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_cannot_be_read_or_written_on_the_way_leaves_the_runs_own_code(
+    agents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes_c_out = "from unsilent.events import write_exclude\nwrite_exclude(out, ['c'], 'x')\nend(11, 1)"
+    begun = agents(takes_c_out)
+    monkeypatch.setattr(launch, "_free_port", lambda: (tmp_path / "launch" / f"{job.identity}-2").write_text("") or 1)
+    job = launch._Launch(begun)
+    assert job.run()["exit_code"] == 11
+    assert "it cannot be started again: cannot make" in record(tmp_path)["attempts"][0]["decision"]
+    (tmp_path / "exclude.json").unlink()
+    assert code_of(agents("(out / 'exclude.json').write_text('{')\nend(11, 1)")) == 11
+    assert "exclude.json: cannot be understood" in record(tmp_path)["attempts"][0]["decision"]
+
+
+def test_a_screen_that_is_gone_does_not_end_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow = launch._Follow(tmp_path / "log")
+    follow.show()  # no such file
+    (tmp_path / "log").write_text("words")
+    with monkeypatch.context() as patch, open("/dev/full", "w") as full:
+        patch.setattr(sys, "stderr", full)
+        follow.show()
+        show("more words")
+        patch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+def test_leftovers_are_killed_after_an_exception_and_left_alone_after_a_good_end(
+    agents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(launch, "kill_left_over", lambda mark: looked.append(mark) or 0)
+    assert code_of(agents("end(0, 0)")) == 0 and looked == []
+    monkeypatch.setattr(launch._Follow, "show", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        launch.launch(agents("others()"))
+    assert len(looked) == 1
+
+
+def test_a_script_may_be_called_like_an_interpreter(tmp_path: Path) -> None:
+    for name in ("python_train.py", "torchrun_me.py", "python3.py"):
+        plan(tmp_path, name)
+    for name in ("python", "/usr/bin/python3", "python3.11", "torchrun"):
+        with pytest.raises(UsageError, match="launch starts torchrun itself"):
+            plan(tmp_path, name)
+
+
+def test_a_warning_signal_is_passed_on_and_asks_for_no_end() -> None:
+    with children.Children() as started:
+        child = started.start(["sleep", "600"])
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert started.wait() == [128 + signal.SIGUSR1] and started.signals == []
+        assert children.exit_code(child) == 128 + signal.SIGUSR1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
 def test_signals_reach_every_agent_and_nothing_is_started_again(number: signal.Signals, tmp_path: Path) -> None:
     code = RUN + (f"signal.signal({int(number)}, lambda *_: sys.exit(21))\n(out / node).touch()\nothers()")
     run = (
         "from pathlib import Path; import sys; from unsilent import launch\n"
         f"launch._Launch._agent = lambda *_: [sys.executable, '-c', {code!r}, {str(tmp_path)!r}]\n"
-        f"sys.exit(launch.launch(launch.Plan(nodes={FOUR!r}, directory=Path({str(tmp_path)!r}), command=('x',))))"
+        f"sys.exit(launch.launch(launch.Plan(nodes={FOUR!r}, directory=Path({str(tmp_path)!r}), command=('x',)))['exit_code'])"
     )
     process = subprocess.Popen([sys.executable, "-c", run], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -231,7 +296,7 @@ def test_a_newer_checkpoint_than_the_verdict_trusts_is_marked(agents: Any, tmp_p
         f"if node == 'c':\n write_exclude(out, ['c'], 'x')\n end(11, 1, resume_from={str(named)!r})\n"
         "sys.exit(1 if node == 'c' else 0)\n"
     )
-    assert launch.launch(again) == 0
+    assert code_of(again) == 0
     found = {steps: read_certificate(tmp_path / "checkpoints" / f"step-{steps:08d}") for steps in (2, 4, 6)}
     assert {steps: c.status.value for steps, c in found.items() if c is not None} == {
         2: "certified", 4: "distrusted", 6: "distrusted",

@@ -198,6 +198,12 @@ DAMAGED = {
     "not text": b"\xff\xfe\x00\n",
     "no schema version": b"{}\n",
     "time is not a number": b'{"schema": 1, "time": NaN}\n',
+    "beyond the year 9999": b'{"schema": 1, "time": 253402300800, "kind": "progress", "run": "r", "worked": 1,'
+    b' "passed": 0, "step": 1}\n',
+    "text that is none": b'{"schema": 1, "time": 1, "kind": "progress", "run": "\\ud800", "worked": 1, "passed": 0,'
+    b' "step": 1}\n',
+    "acquits are not": b'{"schema": 1, "time": 1, "kind": "verdict", "run": "r", "worked": 1, "passed": 0, "step": 1,'
+    b' "verdict": "SOFTWARE", "site": "gradient", "check": "audit", "suspects": [], "acquits": [1]}\n',
     "run is not a text": b'{"schema": 1, "time": 1, "kind": "progress", "run": 3}\n',
     "worked is not a count": b'{"schema": 1, "time": 1, "kind": "progress", "run": "r", "worked": -1}\n',
     "step is not": b'{"schema": 1, "time": 1, "kind": "progress", "run": "r", "worked": 1, "passed": 0, "step": true}\n',
@@ -220,6 +226,7 @@ def test_a_damaged_line_is_named_with_file_and_number_and_left_out(tmp_path: Pat
     (problem,) = contents.problems
     assert str(problem).startswith("run-bad.jsonl, line 4: left out, ") and reason in problem.reason
     assert [run.exit_code for run in contents.runs] == [0]
+    assert told(contents) and build(tmp_path, tmp_path / "ledger.sqlite").problems == contents.problems
 
 
 def test_whatever_a_line_holds_it_is_an_entry_or_a_reason() -> None:
@@ -359,6 +366,12 @@ def test_what_is_no_database_of_ours_is_refused_in_one_sentence(tmp_path: Path) 
     (tmp_path / "text.sqlite").write_text("no database at all, but some text that is long enough\n" * 50)
     with pytest.raises(UsageError, match="cannot be built"):
         build(ledger, tmp_path / "text.sqlite")
+    with contextlib.closing(sqlite3.connect(tmp_path / "foreign.sqlite")) as connection:
+        connection.execute("CREATE TABLE recipes (name TEXT)")
+        connection.commit()
+    with pytest.raises(UsageError, match="a database of something else"):
+        build(ledger, tmp_path / "foreign.sqlite")
+    assert rows(tmp_path / "foreign.sqlite", "SELECT name FROM sqlite_master") == [("recipes",)]
     with pytest.raises(UsageError, match="is no ledger"):
         read_database(tmp_path / "text.sqlite")
     with pytest.raises(UsageError, match="there is no such file"):
@@ -452,17 +465,48 @@ def test_a_case_is_confirmed_by_replays_by_coming_back_or_by_a_person(
 def test_a_step_that_later_failed_on_another_device_refutes_and_takes_the_strike_back() -> None:
     runs = [
         run("a", found(P, 7, 1, time=1.0), directory="/job"),
-        run("b", found(S, 7, time=2.0), directory="/job", at=2.0),
+        run("b", found(S, 7, time=2.0, acquits=("node1 cpu:0",)), directory="/job", at=2.0),
     ]
     (case,) = cases(runs)
     assert case.refuted and case.confirmed == ""
     assert strike_history(runs) == {} and all(record.named_in == 0 for record in device_records(runs, 9.0))
     (audit,) = precision(runs)
     assert (audit.named, audit.confirmed, audit.refuted, audit.software) == (1, 0, 1, 1)
-    other_job = [runs[0], run("b", found(S, 7, time=2.0), directory="/other", at=2.0)]
+    acquits = {"acquits": ("node1 cpu:0",)}
+    other_job = [runs[0], run("b", found(S, 7, time=2.0, **acquits), directory="/other", at=2.0)]
     assert not cases(other_job)[0].refuted
-    same_look = [run("a", found(P, 7, 1, time=1.0), found(S, 7, time=1.1), directory="/job")]
+    same_look = [run("a", found(P, 7, 1, time=1.0), found(S, 7, time=1.1, **acquits), directory="/job")]
     assert not cases(same_look)[0].refuted
+    of_somebody_else = [runs[0], run("b", found(S, 7, time=2.0, acquits=("node2 cpu:0",)), directory="/job", at=2.0)]
+    of_nobody = [runs[0], run("b", found(S, 7, time=2.0, check="finite"), directory="/job", at=2.0)]
+    assert not cases(of_somebody_else)[0].refuted and not cases(of_nobody)[0].refuted
+
+
+def test_a_refuted_blame_is_no_second_look_that_confirms() -> None:
+    runs = [
+        run("a", found(T, 7, 1, time=1.0), directory="/job"),
+        run("b", found(S, 7, time=2.0, acquits=("node1 cpu:0",)), directory="/job", at=2.0),
+        run("c", found(T, 3, 1, time=3.0), at=3.0),
+    ]
+    assert [(case.run, case.refuted, case.confirmed) for case in cases(runs)] == [("a", True, ""), ("c", False, "")]
+
+
+def test_whom_a_verdict_acquits_stands_in_its_line_and_is_read(tmp_path: Path) -> None:
+    job = Job(tmp_path, "r")
+    verdict = Verdict(kind=S, site=Site.GRADIENT, step=3, reason="x", check="audit", acquits=("node1 cpu:0",))
+    job.note("verdict", 3, verdict=verdict, action="STOP", would="STOP")
+    job.found(S, 4)
+    assert ["acquits" in line for line in lines_of(tmp_path)] == [False, True, False]
+    (read,) = read_directory(tmp_path).runs
+    assert [found.acquits for found in read.found] == [("node1 cpu:0",), ()]
+
+
+def test_the_lower_bound_counts_each_device_once() -> None:
+    (often,) = precision([run(f"run{i}", found(P, 3, 2)) for i in range(7)])
+    assert (often.named, often.confirmed, often.devices, often.sure) == (7, 7, 1, 1)
+    assert often.lower_bound == pytest.approx(0.05)
+    (two,) = precision([run("a", found(P, 3, 2), found(T, 5, 1))])
+    assert (two.devices, two.sure) == (2, 1) and two.lower_bound == pytest.approx(lower_bound(1, 2))
 
 
 def test_verdicts_that_blame_nobody_are_counted_apart() -> None:
@@ -493,7 +537,8 @@ def test_the_report_names_who_comes_back_and_how_each_check_has_done() -> None:
     text = told(Contents(runs=runs, problems=(Problem(file="run-x.jsonl", line=3, reason="it is not JSON"),)))
     assert "Hosts that were named (1 of 4)" in text and "3 hosts never named" in text
     assert "node2 7 of 7 6.8" in text and "comes back" in text
-    assert "audit: 7 of 7 devices that it named were confirmed (7 in another step or run); 95% lower bound 65%" in text
+    assert "audit: 7 of 7 cases in which it named a device were confirmed (7 in another step or run); " in text
+    assert "95% lower bound 5%, from 1 device" in text
     assert "halves with each 30 days and with each 10,000 steps" in text
     assert "run-x.jsonl, line 3: left out, it is not JSON" in text
 

@@ -48,8 +48,8 @@ def decided(found: Verdict, **changes: Any) -> Decision:
         # a replica at rest
         (verdict(T, Site.WEIGHTS), {}, Action.HEAL),
         (verdict(T, Site.OPTIMIZER_STATE), {}, Action.HEAL),
-        (verdict(T, Site.WEIGHTS), {"heal_allowed": False, "rollback_possible": True}, Action.ROLLBACK),
-        (verdict(T, Site.OPTIMIZER_STATE), {"heal_allowed": False, "rollback_possible": True}, Action.ROLLBACK),
+        (verdict(T, Site.WEIGHTS), {"heal_allowed": False, "no_way_back": ""}, Action.ROLLBACK),
+        (verdict(T, Site.OPTIMIZER_STATE), {"heal_allowed": False, "no_way_back": ""}, Action.ROLLBACK),
         (verdict(T, Site.WEIGHTS), {"heal_allowed": False}, Action.STOP),
         (verdict(T, Site.OPTIMIZER_STATE), {"heal_allowed": False}, Action.STOP),
         # the reduction
@@ -61,10 +61,10 @@ def decided(found: Verdict, **changes: Any) -> Decision:
         (verdict(P), {"repair_possible": False}, Action.RECOMPUTE),
         (verdict(P), {"recorded_is_right": True}, Action.CONTINUE),
         (verdict(P), {"strikes": 1}, Action.REPAIR),
-        (verdict(P), {"contaminated": True, "rollback_possible": True}, Action.ROLLBACK),
+        (verdict(P), {"contaminated": True, "no_way_back": ""}, Action.ROLLBACK),
         (verdict(P), {"contaminated": True}, Action.REPAIR),
-        (verdict(P), {"rollback_possible": True}, Action.REPAIR),
-        (verdict(T), {"contaminated": True, "rollback_possible": True}, Action.REPAIR),
+        (verdict(P), {"no_way_back": ""}, Action.REPAIR),
+        (verdict(T), {"contaminated": True, "no_way_back": ""}, Action.REPAIR),
         (verdict(P), {"strikes": 1, "quarantine": "auto"}, Action.QUARANTINE),
         (verdict(P), {"strikes": 0.5, "quarantine": "auto"}, Action.QUARANTINE),
         (verdict(P), {"strikes": 0.49, "quarantine": "auto"}, Action.REPAIR),
@@ -109,7 +109,7 @@ def test_waiting_for_approval_says_how_to_approve() -> None:
             "recomputes_left": st.integers(0, 3),
             "repair_possible": st.booleans(),
             "heal_allowed": st.booleans(),
-            "rollback_possible": st.booleans(),
+            "no_way_back": st.sampled_from(["", "no snapshot"]),
             "contaminated": st.booleans(),
             "approved": st.booleans(),
             "recorded_is_right": st.booleans(),
@@ -126,7 +126,7 @@ def test_bounds_on_every_decision(kind: Kind, site: Site, situation: dict[str, A
     if decision.would is Action.RECOMPUTE:
         assert situation["recomputes_left"] > 0
     if decision.would is Action.ROLLBACK:
-        assert situation["rollback_possible"]
+        assert not situation["no_way_back"]
     if decision.would is Action.REPAIR:
         assert situation["repair_possible"] and kind in (T, P)
     if decision.would is Action.CONTINUE:

@@ -110,7 +110,7 @@ def test_two_transients_long_ago_do_not_make_the_third_persistent() -> None:
 def test_a_step_that_fails_on_whatever_device_is_software_and_nobody_is_blamed() -> None:
     for kind in (T, P):
         judged = in_hindsight(verdict(kind, "n2"), strikes=3.0, blamed_before=["n1 gpu-1"])
-        assert judged.kind is S and judged.suspects == ()
+        assert judged.kind is S and judged.suspects == () and judged.acquits == ("n1 gpu-1",)
         assert "n1 gpu-1" in judged.reason and "n2 gpu-1" in judged.reason and "step 7" in judged.reason
 
 

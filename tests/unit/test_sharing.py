@@ -41,6 +41,18 @@ def test_a_run_that_goes_on_keeps_both_unless_they_are_said_anew() -> None:
     assert numbers(options(batch=2).shared_out(3, {"batch": 5})) == (6, 2)  # of a version that did not note them
 
 
+def test_what_is_asked_for_and_not_done_is_said() -> None:
+    def told(ranks: int, **more: Any) -> str:
+        asked = options(**more)
+        return asked.overruled_by(asked.shared_out(ranks, {"global_batch": 8, "micro_batch": 2}), ranks)
+
+    assert told(4, batch=2) == told(3) == told(3, global_batch=12) == told(2, accumulate=2) == ""
+    assert "8 samples per step (--batch 2 on 3 ranks would be 6)" in told(3, batch=2)
+    assert "micro-batches of 2 (--accumulate 4 would make them 1)" in told(2, batch=4, accumulate=4)
+    fresh = options(batch=4, accumulate=2)
+    assert fresh.overruled_by(fresh.shared_out(3, None), 3) == ""
+
+
 def test_what_was_shared_out_is_the_same_on_the_same_ranks() -> None:
     once = options(batch=4, accumulate=2).shared_out(3, None)
     assert once.shared_out(3, None) == once

@@ -98,6 +98,9 @@ def build(directory: str | Path, out: str | Path) -> Built:
     with _opened(path) as database:
         if database.execute("PRAGMA user_version").fetchone()[0] > _VERSION:
             raise UsageError(f"{path}: a newer version of unsilent has made it; build into another file")
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+        if tables and "lines" not in tables:
+            raise UsageError(f"{path}: it is a database of something else; build into another file")
         (journal,) = database.execute(f"PRAGMA journal_mode={'DELETE' if network else 'WAL'}").fetchone()
         with database:
             for statement in _SCHEMA.split(";\n"):

@@ -20,6 +20,8 @@ SCHEMA_VERSION = 1
 EntryKind = Literal["run_started", "verdict", "progress", "approved", "run_ended"]
 _KINDS = frozenset(get_args(EntryKind))
 _MOST = 2**63 - 1
+#: the end of the year 9999, the last that a date can be written of
+_LAST_TIME = 253_402_300_799
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +51,17 @@ def parse(line: bytes | str) -> Entry:
     if not isinstance(raw, dict):
         raise ValueError("it is not a JSON object")
     body = cast(dict[str, Any], raw)
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # half of a pair of surrogates, which JSON can write and nothing else
+        raise ValueError("it holds text that is none") from None
     schema, when, step = body.get("schema"), body.get("time"), body.get("step")
     if not is_count(schema):
         raise ValueError("it has no schema version")
-    if not isinstance(when, int | float) or isinstance(when, bool) or not 0 <= when < math.inf or when > _MOST:
+    if not isinstance(when, int | float) or isinstance(when, bool) or not 0 <= when < math.inf:
         raise ValueError("its time is not a number")
+    if when > _LAST_TIME:
+        raise ValueError("its time lies beyond the year 9999")
     for name in ("kind", "run"):
         if not isinstance(body.get(name), str):
             raise ValueError(f"its {name} is not a text")
@@ -101,6 +109,9 @@ def _check(body: Mapping[str, Any]) -> None:
         if not isinstance(body.get("check"), str):
             raise ValueError("its check is not a text")
         _each(body, "suspects", texts=("node", "device"))
+        acquits = body.get("acquits", [])
+        if not isinstance(acquits, list) or not all(isinstance(one, str) for one in cast(list[Any], acquits)):
+            raise ValueError("its acquits are not a list of texts")
     elif kind == "approved":
         if not isinstance(body.get("node"), str):
             raise ValueError("its node is not a text")

@@ -70,7 +70,9 @@ class Precision:
         alarms: all its verdicts; ``software`` and ``inconclusive`` of them blame no device.
         named: cases in which it named a device; of these ``confirmed`` were, by whom says ``by``; ``refuted`` named the
             wrong one, and the rest is open.
-        lower_bound: of the share of named devices that a confirmation will reach, one-sided, exact binomial.
+        devices: how many different ones it named; ``sure`` of them were confirmed in every run that named them.
+        lower_bound: of the share of devices it names that a confirmation will reach, one-sided, exact binomial; it rests
+            on ``sure`` of ``devices``, since the cases of one device in several runs are not independent.
     """
 
     check: str
@@ -81,6 +83,8 @@ class Precision:
     confirmed: int
     by: dict[str, int] = field(default_factory=dict[str, int])
     refuted: int
+    devices: int
+    sure: int
     lower_bound: float
 
 
@@ -99,7 +103,7 @@ def blames(runs: Sequence[Run]) -> list[Blame]:
     software: dict[tuple[str, int], list[tuple[str, Found]]] = {}
     for run in runs:
         for found in run.found:
-            if found.kind is Kind.SOFTWARE:
+            if found.kind is Kind.SOFTWARE and found.acquits:
                 software.setdefault((_job(run), found.step), []).append((run.run, found))
     result: list[Blame] = []
     for run in runs:
@@ -107,17 +111,19 @@ def blames(runs: Sequence[Run]) -> list[Blame]:
         for found in run.found:
             if not found.blames:
                 continue
-            # The step ran again later, and then no device was to blame.
-            refuted = any(
-                other.time > found.time and (name != run.run or other.worked > found.worked)
+            # The step ran again later, failed on another device, and then this one was not to blame.
+            acquitted = {
+                device
                 for name, other in software.get((_job(run), found.step), ())
-            )
+                if other.time > found.time and (name != run.run or other.worked > found.worked)
+                for device in other.acquits
+            }
             stays = seen_again(found.kind, found.site, acted_on=found.acted_on)
             for device in dict.fromkeys(found.devices):
                 what = (device, found.check, found.site if stays else found.worked)
                 if what not in seen:
                     seen.add(what)
-                    result.append(Blame(run=run, found=found, device=device, refuted=refuted))
+                    result.append(Blame(run=run, found=found, device=device, refuted=device.words in acquitted))
     return result
 
 
@@ -148,7 +154,7 @@ def cases(runs: Sequence[Run]) -> list[Case]:
     """All cases, in the order of the runs."""
     all_blames = blames(runs)
     looks: dict[Device, set[tuple[str, int]]] = {}
-    for blame in all_blames:
+    for blame in (blame for blame in all_blames if not blame.refuted):
         looks.setdefault(blame.device, set()).add((blame.run.run, blame.found.worked))
     grouped: dict[tuple[str, str, Device], list[Blame]] = {}
     for blame in all_blames:
@@ -157,10 +163,11 @@ def cases(runs: Sequence[Run]) -> list[Case]:
     for (run, check, device), group in grouped.items():
         if device.node in group[0].run.approved:
             confirmed = "person"
-        elif len(looks[device]) > 1:
+        elif len(looks.get(device, ())) > 1:
             confirmed = "again"
         else:
-            confirmed = "replays" if group[0].found.kind is Kind.PERSISTENT else ""
+            standing = [blame for blame in group if not blame.refuted]
+            confirmed = "replays" if standing and standing[0].found.kind is Kind.PERSISTENT else ""
         refuted = all(blame.refuted for blame in group)
         result.append(
             Case(
@@ -217,6 +224,8 @@ def precision(runs: Sequence[Run]) -> list[Precision]:
         own = [case for case in all_cases if case.check == check]
         by = Counter(case.confirmed for case in own if case.confirmed)
         confirmed = by.total()
+        devices = {case.device for case in own}
+        sure = len(devices - {case.device for case in own if not case.confirmed})
         result.append(
             Precision(
                 check=check,
@@ -227,7 +236,9 @@ def precision(runs: Sequence[Run]) -> list[Precision]:
                 confirmed=confirmed,
                 by=dict(sorted(by.items())),
                 refuted=sum(case.refuted for case in own),
-                lower_bound=lower_bound(confirmed, len(own)),
+                devices=len(devices),
+                sure=sure,
+                lower_bound=lower_bound(sure, len(devices)),
             )
         )
     return result

@@ -37,10 +37,20 @@ class Device:
     rank: int = field(compare=False)
     host_known: bool = field(default=True, compare=False)
 
+    @property
+    def words(self) -> str:
+        """As :func:`unsilent.recurrence.device_of` says it."""
+        return f"{self.node} {self.device}" if self.host_known else self.device
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One verdict of a run. ``acted_on``: what it called for was done, or nothing had to be."""
+    """One verdict of a run.
+
+    Attributes:
+        acted_on: what it called for was done, or nothing had to be.
+        acquits: devices, in words, that this step was blamed on before, wrongly.
+    """
 
     kind: Kind
     site: Site
@@ -50,6 +60,7 @@ class Found:
     worked: int
     devices: tuple[Device, ...]
     acted_on: bool
+    acquits: tuple[str, ...] = ()
 
     @property
     def blames(self) -> bool:
@@ -210,6 +221,7 @@ def _add(entry: Entry, run: Run) -> None:
                 worked=entry.worked,
                 devices=tuple(_device(suspect) for suspect in items(body, "suspects")),
                 acted_on=not idle,
+                acquits=tuple(body.get("acquits", ())),
             )
         )
     elif entry.kind == "approved":

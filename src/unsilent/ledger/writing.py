@@ -118,6 +118,7 @@ class RunLedger:
             suspects=[self._suspect(one) for one in verdict["suspects"] if one["device"] is not None],
             action=event.fields.get("action"),
             would=event.fields.get("would"),
+            **({"acquits": list(verdict["acquits"])} if verdict.get("acquits") else {}),
         )
 
     def _suspect(self, suspect: Mapping[str, Any]) -> dict[str, Any]:

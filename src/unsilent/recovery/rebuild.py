@@ -87,6 +87,7 @@ def rebuild(
     recorded = {bucket.index: bucket.buffer for bucket in reduction.buckets}
     for index in sorted(buffers if only is None else only & buffers.keys()):
         observe(buffers[index])
+        reduction.put_right(index, buffers[index])
         change.part(buffers[index])
         world.reduce_in_job(buffers[index])
         change.whole(recorded[index], buffers[index])

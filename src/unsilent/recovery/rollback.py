@@ -69,6 +69,7 @@ class Rollback:
         self._world, self._inventory, self._reduction, self._replayer = world, inventory, reduction, replayer
         self._update, self._scaler, self._scheduler = update, scaler, scheduler
         self._inner: nn.Module = replayer.inner
+        self._trouble = ""
         self._past: deque[PastStep] = deque(maxlen=keep)
         #: what there is on this rank; None where there was no memory for it
         self.snapshot: Snapshot | None = None
@@ -82,9 +83,13 @@ class Rollback:
         self._past.clear()
         self.snapshot = self.taken_at = None
 
-    def remember(self, past: PastStep) -> None:
-        """A step is over."""
-        self._past.append(past)
+    def remember(self, work: Work, kernels: Kernels) -> None:
+        """The gradients of a step are there, and its update follows."""
+        try:
+            self._past.append(self.describe(work, kernels))
+        except Exception as error:  # noqa: BLE001 - P4: an odd optimizer does not end a healthy run, it cannot go back
+            self._past.clear()
+            self._trouble = f"step {work.step} could not be kept: {error}"
 
     def describe(self, work: Work, kernels: Kernels) -> PastStep:
         """The step that is under way, once its gradients are there."""
@@ -108,7 +113,7 @@ class Rollback:
             self.snapshot = take(
                 step, self._inventory, rows, scaler=self._scaler, scheduler=self._scheduler, reuse=self.snapshot
             )
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001 - no memory, or an optimizer that cannot be copied: as above
             self.snapshot = None
             return f"no snapshot could be taken at step {step}: {error}"
         return ""
@@ -169,6 +174,8 @@ class Rollback:
             return problem
         for buffer in made.buffers.values():
             observe(buffer)
+        for index, buffer in made.buffers.items():
+            self._reduction.put_right(index, buffer)
         self._reduce(made)
         for index, buffer in made.buffers.items():
             self._reduction.write(index, buffer)
@@ -184,13 +191,14 @@ class Rollback:
         """Why this rank cannot do it, "" when it can."""
         kept = [past for past in self._past if past.work.step >= start]
         if [past.work.step for past in kept] != list(range(start, step)):
-            return f"the batches since step {start} are not kept"
+            return f"the batches since step {start} are not kept" + (f": {self._trouble}" if self._trouble else "")
         if set(substitutes) & set(substitutes.values()):
             return "the auditor of a device that is known to be bad is known to be bad itself"
         late = [past.work.step for past in kept if any(m.synchronised for m in past.work.micro_batches[1:])]
         if late:
             return f"DDP has synchronised buffers between the micro-batches of step {late[0]}"
-        if any(len(past.settings) != len(settings_of(self._inventory.optimizer)) for past in kept):
+        groups = [] if self._inventory.optimizer is None else self._inventory.optimizer.param_groups
+        if any(len(past.settings) != len(groups) for past in kept):
             return "the optimizer has other parameter groups than it had then"
         if not snapshot:
             return ""
@@ -209,9 +217,9 @@ class Rollback:
         self._set_training(past.training)
         work = self._from_here(past.work, first=first)
         others = {auditee: source for auditee, source in substitutes.items() if rank in (auditee, source)}
-        made: dict[int, Execution] = {}
         problem = ""
         works: dict[int, Work] = {} if rank in substitutes else {rank: work}
+        parcels: dict[int, bytes] = {}
         try:
             parcel = pack(work) if rank in substitutes else b""
         except Exception as error:  # noqa: BLE001 - all ranks must learn of it before anyone acts
@@ -220,32 +228,33 @@ class Rollback:
             sends = [(source, parcel)] if rank == auditee else []
             got = self._world.exchange(sends, [auditee] if rank == source else [], step=step, tag=_TAG_WORK)
             if got.get(auditee):
-                works[auditee] = unpack(got[auditee], self._world.device)
-        for auditee, its in works.items():
-            try:
-                made[auditee] = self._replayer.run(its, kernels=past.kernels, spread=True)
-                if made[auditee].outside_state:
-                    problem = f"module {made[auditee].outside_state} keeps state outside its buffers"
-            except Exception as error:  # noqa: BLE001 - as above
-                problem = f"step {step} could not be run again: {type(error).__name__}: {error}"
+                parcels[auditee] = got[auditee]
+        made: dict[int, _Made] = {}
+        try:
+            works |= {auditee: unpack(data, self._world.device) for auditee, data in parcels.items()}
+            for auditee, its in works.items():
+                run = self._replayer.run(its, kernels=past.kernels, spread=True)
+                if run.outside_state:
+                    problem = f"module {run.outside_state} keeps state outside its buffers"
+                made[auditee] = _Made.of(run, past)
+        except Exception as error:  # noqa: BLE001 - as above
+            problem = f"step {step} could not be run again: {type(error).__name__}: {error}"
         problem = self._first_problem(step, problem, _TAG_RAN)
         if problem:
             return None, problem
-        mine = _Made.of(made[rank], past) if rank in made else None
         for auditee, source in others.items():
-            sends = [(auditee, _Made.of(made[auditee], past).on_host())] if rank == source else []
+            sends = [(auditee, made[auditee].on_host())] if rank == source else []
             got = self._world.exchange(sends, [source] if rank == auditee else [], step=step, tag=_TAG_SHARE)
             if source in got:
-                mine = got[source].to(self._world.device, like=past)
-        assert mine is not None
-        self._replayer.write_buffers(mine.written)
+                made[rank] = got[source].to(self._world.device, like=past)
+        self._replayer.write_buffers(made[rank].written)
         if self._inventory.optimizer is not None:
             put_settings(self._inventory.optimizer, past.settings)
-        return mine, ""
+        return made[rank], ""
 
     def _from_here(self, work: Work, *, first: bool) -> Work:
         """The work as it would have begun from the state at hand: only the first step's capture is still to be believed."""
-        head, *rest = work.micro_batches
+        head = work.micro_batches[0]
         if not first:
             live: dict[str, torch.Tensor] = {
                 **dict(self._inner.named_parameters()),
@@ -255,8 +264,9 @@ class Rollback:
             if head.synchronised:
                 buffers = {n: b for n, b in begin.items() if n in dict(self._inner.named_buffers())}
                 begin |= self._as_on_rank_0(buffers, work.step)
-            head = replace(head, buffers=begin)
-        return replace(work, micro_batches=(head, *rest))
+            # In place: whoever holds this work, the next rollback among them, must not begin from the wrong capture.
+            head.buffers = begin
+        return work
 
     def _as_on_rank_0(self, buffers: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
         """DDP gives rank 0's buffers to all before the forward."""
@@ -275,7 +285,9 @@ class Rollback:
         for bucket in past.buckets:
             found |= {id(p): view for p, view in bucket.views(made.buffers[bucket.index])}
         for parameter in past.with_gradient:
-            parameter.grad = found[id(parameter)]
+            # Memory of its own, as in the live step: some kernels add up in another order where a tensor is not aligned.
+            gradient = found[id(parameter)]
+            parameter.grad = gradient if self._reduction.grads_are_views else gradient.clone()
 
     def _set_training(self, flags: Sequence[bool]) -> None:
         for module, flag in zip(self._inner.modules(), flags, strict=True):

@@ -16,7 +16,7 @@ import torch
 from unsilent.fingerprints import sums_many
 from unsilent.inventory import Entry, Inventory
 
-#: the plain values of each parameter group: learning rate, betas, ...
+#: what each parameter group says besides its parameters: learning rate, betas, ...
 Settings = tuple[dict[str, Any], ...]
 
 
@@ -114,18 +114,24 @@ def restore(snapshot: Snapshot, inventory: Inventory, *, scaler: Any, scheduler:
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> Settings:
-    """A copy of what each parameter group says besides its parameters; tensors among it are state and not here."""
+    """A copy of what each parameter group says besides its parameters."""
     groups = [] if optimizer is None else optimizer.param_groups
-    return tuple(
-        {k: copy.deepcopy(v) for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)}
-        for group in groups
-    )
+    return tuple({k: _copy(v) for k, v in group.items() if k != "params"} for group in groups)
 
 
 def put_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
     """The inverse of :func:`settings_of`."""
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(copy.deepcopy(values))
+    with torch.no_grad():
+        for group, values in zip(optimizer.param_groups, settings, strict=True):
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)  # a learning rate that others hold on to
+                else:
+                    group[key] = _copy(value)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _replicated(inventory: Inventory) -> list[Entry]:

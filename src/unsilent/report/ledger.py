@@ -141,7 +141,7 @@ def _checks(checks: Sequence[Precision]) -> RenderableType:
             lines.append(Text(f"  {'; '.join(one for one in told if one)}"))
     lines.append(
         Text(
-            "Counted is one case for each device and run. That a fault was seen again is no proof that it was one: a "
+            "Counted is one case for each device and run; the lower bound counts each device once. That a fault was seen again is no proof that it was one: a "
             "check that errs in the same way twice reproduces, too; a person's approval is independent.",
             style="dim",
         )
@@ -153,8 +153,9 @@ def _precision(check: Precision) -> str:
     if not check.named:
         return "it has named no device"
     by = ", ".join(f"{number} {_BY[how]}" for how, number in check.by.items())
-    told = f"{check.confirmed} of {check.named} devices that it named were confirmed"
-    return f"{told}{f' ({by})' if by else ''}; {CONFIDENCE:.0%} lower bound {check.lower_bound:.0%}"
+    told = f"{check.confirmed} of {check.named} cases in which it named a device were confirmed"
+    bound = f"{CONFIDENCE:.0%} lower bound {check.lower_bound:.0%}, from {_count(check.devices, 'device')}"
+    return f"{told}{f' ({by})' if by else ''}; {bound}"
 
 
 def _problems(contents: Contents) -> RenderableType | None:

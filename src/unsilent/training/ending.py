@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from unsilent.errors import (
     UsageError,
 )
 from unsilent.events import EXIT_FILE, read_exit, write_exit
+from unsilent.screen import show
 
 EXIT_INTERRUPTED = 130
 
@@ -76,9 +76,9 @@ def record_error(directory: Path, error: BaseException, *, rank: int, step: int,
 def say_error(error: BaseException) -> None:
     """One sentence for what was foreseen, a traceback for what was not."""
     if isinstance(error, UsageError | CheckpointError | CorruptionError | RankFailure):
-        print(f"unsilent: {error}", file=sys.stderr, flush=True)
+        show(f"unsilent: {error}")
     else:
-        traceback.print_exception(error)
+        show("".join(traceback.format_exception(error)).rstrip())
 
 
 def error_record(error: BaseException, code: int) -> dict[str, Any]:

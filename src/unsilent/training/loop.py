@@ -29,6 +29,7 @@ from unsilent.errors import UsageError
 from unsilent.events import add_start, excluded_nodes, plain, read, read_starts, write_exit
 from unsilent.guard import Guard, Outcome
 from unsilent.records import Action
+from unsilent.screen import show
 from unsilent.training.data import TextData, file_text, standard_library_text
 from unsilent.training.ending import error_record, forget_last_run, record_error, say_error
 from unsilent.training.model import MAX_POSITIONS, build_model, make_loss_fn, weights_sha256
@@ -114,6 +115,22 @@ class Options:
         largest_share = math.ceil(total / ranks)
         micro_batch = self.micro_batch or was.get("micro_batch") or math.ceil(largest_share / self.accumulate)
         return replace(self, batch=None, global_batch=total, micro_batch=micro_batch, accumulate=1)
+
+    def overruled_by(self, shared: Options, ranks: int) -> str:
+        """What ``--batch`` or ``--accumulate`` asks for and is not done, since the run goes on as it began; "" if nothing.
+
+        Args:
+            shared: these options, :meth:`shared_out` over ``ranks``.
+        """
+        total, size = shared.global_batch or 0, shared.micro_batch
+        told: list[str] = []
+        if self.batch is not None and self.batch * ranks != total:
+            told.append(
+                f"{total} samples per step (--batch {self.batch} on {ranks} ranks would be {self.batch * ranks})"
+            )
+        if self.accumulate > 1 and (asked := math.ceil(math.ceil(total / ranks) / self.accumulate)) != size:
+            told.append(f"micro-batches of {size} (--accumulate {self.accumulate} would make them {asked})")
+        return f"the run goes on as it began, with {' and '.join(told)}" if told else ""
 
     @property
     def length(self) -> int:
@@ -229,20 +246,27 @@ def run(
         if speaks:
             say_error(error)
         if speaks and as_json:
-            print(json.dumps(error_record(error, code)), flush=True)
+            show(json.dumps(error_record(error, code)), out=True)
         return code
     if ranks.rank == 0:
-        print(_last_line(result))
+        show(_last_line(result), out=True)
         if as_json:
-            print(json.dumps(plain(asdict(result))), flush=True)
+            show(json.dumps(plain(asdict(result))), out=True)
     return result.exit_code
 
 
 def leave(code: int) -> NoReturn:
     """Ranks of a job go without Python's own exit: gloo with DDP aborts there in about one run of eight."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if dist.is_available() and dist.is_initialized():
+    said = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (
+            OSError,
+            ValueError,
+        ):  # nobody listens any more: Python's own exit would turn that into a code of its own
+            said = False
+    if not said or (dist.is_available() and dist.is_initialized()):
         os._exit(code)
     sys.exit(code)
 
@@ -262,6 +286,7 @@ class Trainer:
         self._steps = 0
         self._guard: Guard | None = None
         self._injectors: Sequence[Injects] = ()
+        self._overruled = ""
 
     @property
     def steps(self) -> int:
@@ -301,7 +326,9 @@ class Trainer:
 
     def _build(self) -> None:
         ranks = self.ranks
-        self.options = options = self.options.shared_out(ranks.size, self._earlier())
+        asked = self.options
+        self.options = options = asked.shared_out(ranks.size, self._earlier())
+        self._overruled = asked.overruled_by(options, ranks.size)
         torch.manual_seed(options.seed)
         text = standard_library_text() if options.data is None else file_text(options.data)
         self.data = TextData(
@@ -410,6 +437,8 @@ class Trainer:
             self._notice(f"resumed from {root}: {guard.steps} steps are done")
         elif saved:
             self._notice(f"{root} holds no certified checkpoint: the run begins at step 0")
+        if self._overruled:
+            self._notice(self._overruled)
         size, total = self.options.micro_batch or self.data.global_batch, self.data.global_batch
         if not self.data.divides_into(size):
             shares = ", ".join(str(self.data.count(rank)) for rank in range(self.ranks.size))
@@ -534,7 +563,7 @@ class Trainer:
             self._guard.journal.write("notice", self.steps, text=text)
             self._guard.journal.say(text)
         elif self.ranks.rank == 0:
-            print(f"unsilent: {text}", file=sys.stderr, flush=True)
+            show(f"unsilent: {text}")
 
 
 def _make(out: Path) -> None:

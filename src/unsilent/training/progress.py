@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
 from types import TracebackType
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from unsilent.screen import show
 
 _SECONDS_BETWEEN_LINES = 10.0
 _LINES_OF_A_RUN = 20
@@ -40,12 +42,14 @@ class Screen:
 
     def __enter__(self) -> Screen:
         if self._bar is not None:
-            self._bar.start()
+            with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
+                self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.stop()
 
     def step(self, done: int, loss: torch.Tensor, *, checks: int, alarms: int) -> None:
         """``done`` steps are over; ``checks`` ran in all, ``alarms`` of the steps gave a verdict."""
@@ -63,7 +67,7 @@ class Screen:
     def say(self, text: str) -> None:
         """One line, above the bar if there is one."""
         if self._shown:
-            print(f"unsilent: {text}", file=sys.stderr, flush=True)
+            show(f"unsilent: {text}")
 
 
 def _words(loss: torch.Tensor, checks: int, alarms: int) -> str:
