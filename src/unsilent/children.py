@@ -42,6 +42,8 @@ class Children:
             signal.signal(number, handler)  # type: ignore[arg-type]
         for child in self._running:
             _kill(child)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=_STOP_S)
 
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, log: Path | None = None

@@ -47,7 +47,8 @@ def test_rank_2_and_its_host_are_named_each_time_and_the_ledger_shows_the_host_o
     assert len(others) == pool.size - 1 and not any(other.named_in or other.strikes for other in others)
     (audit,) = precision(contents.runs)
     assert (audit.check, audit.named, audit.confirmed, audit.refuted) == ("audit", JOBS, JOBS, 0)
-    assert audit.devices == 1 and audit.lower_bound == pytest.approx(0.05)  # one device is one case, in however many jobs
+    # One device counts once, in however many jobs.
+    assert audit.devices == 1 and audit.lower_bound == pytest.approx(0.05)
 
     build(ledger, tmp_path / "ledger.sqlite")
     assert read_database(tmp_path / "ledger.sqlite") == contents

@@ -250,7 +250,7 @@ def python(code: str, *words: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, words)]
 
 
-ENDS = "import sys; from unsilent.events import write_exit; write_exclude, write_exit(sys.argv[2], int(sys.argv[3]), 4); sys.exit(1)"
+ENDS = "import sys; from unsilent.events import write_exit; write_exit(sys.argv[2], int(sys.argv[3]), 4); sys.exit(1)"
 
 
 def test_exec_returns_the_runs_code_from_the_childs_own_out(tmp_path: Path) -> None:
@@ -287,8 +287,8 @@ def test_exec_tells_the_scheduler_only_what_it_can_read_and_keeps_the_runs_code(
 
 
 def test_a_screen_that_is_gone_does_not_change_the_code(tmp_path: Path) -> None:
-    code = "from unsilent.screen import show; from unsilent.training.loop import leave; print('x'); show('y', out=True); leave(11)"
-    with open("/dev/full", "w") as full:
+    code = "from unsilent.screen import show\nfrom unsilent.training.loop import leave\nshow('y', out=True)\nleave(11)"
+    with Path("/dev/full").open("w") as full:
         assert subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, check=False).returncode == 11
 
 

@@ -131,7 +131,9 @@ class Opaque:
         self.held = bytes(10_000)
 
 
-def test_an_object_of_unknown_kind_is_measured_and_one_that_cannot_be_written_costs_only_the_level(tmp_path: Path) -> None:
+def test_an_object_of_unknown_kind_is_measured_and_one_that_cannot_be_written_costs_only_the_level(
+    tmp_path: Path,
+) -> None:
     for number, (batch, level) in enumerate(((Opaque(), "slices"), (lambda: None, "slices"), (3, "full"))):
         store = EvidenceStore(tmp_path, rank=0, level="full", max_bytes=16_000)
         bundle = store.save(number, "audit", {}, batch=batch)

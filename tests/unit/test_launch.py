@@ -230,7 +230,7 @@ def test_a_screen_that_is_gone_does_not_end_the_job(tmp_path: Path, monkeypatch:
     follow = launch._Follow(tmp_path / "log")
     follow.show()  # no such file
     (tmp_path / "log").write_text("words")
-    with monkeypatch.context() as patch, open("/dev/full", "w") as full:
+    with monkeypatch.context() as patch, Path("/dev/full").open("w") as full:
         patch.setattr(sys, "stderr", full)
         follow.show()
         show("more words")

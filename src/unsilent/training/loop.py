@@ -261,11 +261,8 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (
-            OSError,
-            ValueError,
-        ):  # nobody listens any more: Python's own exit would turn that into a code of its own
-            said = False
+        except (OSError, ValueError):
+            said = False  # nobody listens any more: Python's own exit would make that a code of its own
     if not said or (dist.is_available() and dist.is_initialized()):
         os._exit(code)
     sys.exit(code)

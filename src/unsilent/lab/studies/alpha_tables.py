@@ -200,7 +200,10 @@ def _goals(rules: dict[str, Any]) -> list[dict[str, Any]]:
         fixed = max(within, key=lambda one: one["sensitivity"], default=None)
         for one, how in (
             (row, "sensitivity set to give the target on the first seed"),
-            (fixed, "the highest sensitivity of the sweep, which was fixed before, that keeps to it"),
+            (
+                fixed,
+                "the highest setting of the sweep that keeps to it on this very seed (the settings were fixed before, the choice among them was not)",
+            ),
         ):
             if one is None:
                 continue
