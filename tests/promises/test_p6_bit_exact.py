@@ -95,5 +95,7 @@ def test_several_faults_in_one_run(pool: RankPool) -> None:
     """A one-shot fault in each of three steps in a row, every one repaired on its own."""
     fault = {"site": "forward", "target": "layers.2", "pattern": "random_bits", "rank": 1, "step": 2, "steps": 3}
     for repaired, clean in pool.results(both, Job(fault=fault, config={"audit_every": 1, "replicas_every": 1})):
-        assert [f[:3] for f in repaired.found] == [(s, "REPAIR", "TRANSIENT") for s in (2, 3, 4)]
+        # The third on one device shows that it comes back.
+        kinds = {2: "TRANSIENT", 3: "TRANSIENT", 4: "PERSISTENT"}
+        assert [f[:3] for f in repaired.found] == [(step, "REPAIR", kind) for step, kind in kinds.items()]
         assert repaired.parts == clean.parts

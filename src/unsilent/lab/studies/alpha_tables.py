@@ -126,7 +126,7 @@ def _at(sensitivity: float, counted: np.ndarray, hit: np.ndarray, facts: _Trials
 
 def _curve(counted: np.ndarray, hit: np.ndarray, facts: _Trials) -> list[tuple[float, float, float]]:
     """(false alarms per job-step, detected, detected without gross ones) along all sensitivities, thinned out."""
-    points = np.unique(np.concatenate([np.quantile(counted, np.linspace(0.0005, 0.6, 120)), [0.0]]))
+    points = np.unique(np.concatenate([np.quantile(counted, np.linspace(0.0005, 0.6, 120), method="lower"), [0.0]]))
     mild = facts.harmful & ~facts.gross
     return [
         (float((counted <= s).mean()), _mean(hit[facts.harmful] <= s), _mean(hit[mild] <= s))
