@@ -115,14 +115,14 @@ def exit_code(child: subprocess.Popen[bytes]) -> int:
 
 
 def kill_left_over(mark: str) -> int:
-    """Kill the processes of this machine whose environment holds ``mark``; how many there were.
+    """Kill the processes of this machine whose environment holds ``mark`` (``NAME=value``); how many there were.
 
     The workers of a torchrun that was killed live on, and would hold their devices against the next start.
     """
     found = 0
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
                 os.kill(int(folder.name), signal.SIGKILL)
                 found += 1
     return found

@@ -99,7 +99,8 @@ def test_observe_mode_shows_what_would_be_done(tmp_path: Path) -> None:
 
 def test_lost_and_broken_lines_are_owned_up_to(tmp_path: Path) -> None:
     log = EventLog(tmp_path, rank=0, run_id="r")
-    log._unsaid = 3
+    assert log._file is not None
+    log._file._unsaid = 3
     log.write("notice", 0, text="hello")
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write("garbage\n{half")
