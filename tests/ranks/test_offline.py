@@ -23,6 +23,7 @@ from unsilent.offline import recheck
 from unsilent.offline.prints import starts_of
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 280.0  # s; the first work of a new process compiles and imports a lot, and machines may be busy
 SMALL = ["--batch", "2", "--sequence-length", "16", "--accumulate", "2", "--steps", "12", "--save-every", "4"]
 UNSEEN = """
 site = "forward"
@@ -58,7 +59,7 @@ def bundles_with_work(out: Path) -> list[Path]:
 
 def test_a_transient_does_not_come_out_again(pool: RankPool, tmp_path: Path) -> None:
     """Dropout, batch norm, two micro-batches and a loss scaler: all of that is in the bundle."""
-    results = pool.results(offline_job.train, tmp_path, offline_job.ONCE)
+    results = pool.results(offline_job.train, tmp_path, offline_job.ONCE, timeout=PATIENCE)
     assert results[0] == (["2 TRANSIENT REPAIR"], 0) and results[2][1] == 1
     (first, *_) = bundles_with_work(tmp_path)
     code, record = command("replay", first, "--entry", "tests.ranks.offline_job:make")
@@ -69,7 +70,7 @@ def test_a_transient_does_not_come_out_again(pool: RankPool, tmp_path: Path) -> 
 
 
 def test_a_machine_with_the_same_defect_gives_the_recorded_value(pool: RankPool, tmp_path: Path) -> None:
-    pool.results(offline_job.train, tmp_path, offline_job.STUCK)
+    pool.results(offline_job.train, tmp_path, offline_job.STUCK, timeout=PATIENCE)
     own = next(path for path in bundles_with_work(tmp_path) if read(path).auditee == 2 and read(path).reading)
     code, record = command("replay", own, "--entry", "tests.ranks.offline_job:make_sick")
     assert (code, record["outcome"]) == (10, "as recorded"), record
@@ -83,7 +84,7 @@ def test_a_finding_of_unsilent_train_needs_no_entry(pool3: RankPool, tmp_path: P
     fault = tmp_path / "fault.toml"
     fault.write_text(UNSEEN.replace("step = 6", "step = 3"))
     words = [*SMALL, "--steps", "4", "--evidence", "full", "--nodes-imitated", "3", "--fault", str(fault), "--bf16"]
-    result = pool3.results(train_job.train, tmp_path / "run", words)[0]
+    result = pool3.results(train_job.train, tmp_path / "run", words, timeout=PATIENCE)[0]
     assert result is not None
     assert [verdict["kind"] for verdict in result["verdicts"]] == ["TRANSIENT"]
     code, record = command("replay", bundles_with_work(tmp_path / "run")[0])
@@ -121,7 +122,7 @@ def ranks(request: pytest.FixtureRequest) -> RankPool:
 def clean(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Votes every other step, audits when saving: those steps run with other kernels."""
     out = tmp_path_factory.mktemp("clean")
-    ranks.results(train_job.train, out, [*SMALL, "--replicas-every", "2"])
+    ranks.results(train_job.train, out, [*SMALL, "--replicas-every", "2"], timeout=PATIENCE)
     return out
 
 
@@ -131,7 +132,7 @@ def wrong(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wrong")
     (out / "fault.toml").write_text(UNSEEN)
     words = [*SMALL, "--audit-every", "0", "--replicas-every", "2", "--fault", str(out / "fault.toml")]
-    result = ranks.results(train_job.train, out, words)[0]
+    result = ranks.results(train_job.train, out, words, timeout=PATIENCE)[0]
     assert result is not None
     assert result["verdicts"] == [] and result["faults"][0]["fired"] == 1
     return out

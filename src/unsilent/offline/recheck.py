@@ -198,10 +198,17 @@ def recheck(wanted: Plan, ranks: Ranks, out: Path) -> dict[str, Any]:
         found[0][1], second, reruns_differ=between, found=[v for one in reruns for v in one.verdicts], unlike=unlike,
         unsteady=wanted.logged.unsteady,
     )  # fmt: skip
+    reached = max(found[0][0], default=wanted.begin)
+    not_reached = (
+        f"; the run logged nothing of this stretch after {reached} updates, so nothing is said of the updates from step "
+        f"{reached} on"
+        if found[0][1] is None and reached <= wanted.last
+        else ""
+    )
     return {
         "exit_code": answer.exit_code,
         "outcome": answer.outcome.value,
-        "reason": answer.reason,
+        "reason": answer.reason + not_reached,
         "from": str(wanted.checkpoint),
         "begin": wanted.begin,
         "steps": [wanted.first, wanted.last],
