@@ -200,7 +200,7 @@ def write_exit(
         "time": round(time.time(), 6),
         **more,
     }
-    return _replace(Path(directory) / EXIT_FILE, record)
+    return write_whole(Path(directory) / EXIT_FILE, record)
 
 
 def read_exit(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -223,7 +223,7 @@ def write_exclude(directory: str | os.PathLike[str], nodes: Iterable[str], reaso
             return False
         known = {}
     merged = {**known, **dict.fromkeys(nodes, reason)}
-    return _replace(path, {"schema": SCHEMA_VERSION, "nodes": sorted(merged), "reasons": merged})
+    return write_whole(path, {"schema": SCHEMA_VERSION, "nodes": sorted(merged), "reasons": merged})
 
 
 def excluded_nodes(directory: str | os.PathLike[str]) -> dict[str, str]:
@@ -246,7 +246,7 @@ def add_start(directory: str | os.PathLike[str], start: Mapping[str, Any]) -> bo
         start: ``run`` (the id that its events carry), ``command``, ``options``, ``world_size``, ``environment``.
     """
     starts = [*read_starts(directory), dict(start)]
-    return _replace(Path(directory) / RUN_FILE, {"schema": SCHEMA_VERSION, "starts": starts})
+    return write_whole(Path(directory) / RUN_FILE, {"schema": SCHEMA_VERSION, "starts": starts})
 
 
 def read_starts(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -270,7 +270,7 @@ def approve(directory: str | os.PathLike[str], node: str) -> None:
     path = Path(directory) / APPROVED_FILE
     nodes = dict(_approvals(path))
     nodes.setdefault(node, time.time())
-    if not _replace(path, {"schema": SCHEMA_VERSION, "nodes": nodes}):
+    if not write_whole(path, {"schema": SCHEMA_VERSION, "nodes": nodes}):
         raise UsageError(f"{path}: cannot be written")
     log = EventLog(directory, rank=None, run_id="")
     log.write("approved", -1, node=node)
@@ -372,7 +372,7 @@ def _approvals(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], nodes) if isinstance(nodes, dict) else {}
 
 
-def _replace(path: Path, record: Mapping[str, Any]) -> bool:
+def write_whole(path: Path, record: Mapping[str, Any]) -> bool:
     """Write a file so that a reader sees the old one or the new one, whole; False when the disk would not."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:

@@ -503,12 +503,11 @@ class Guard:
         if "replicas" in moment.due and "replicas" in self.checks:
             self.standing.last_clean_vote = moment.step
             self._note_vote(moment, agreed)
-        bitwise = "audit" in self.checks and self.audit.strength is Strength.BITWISE
-        if "audit" in moment.due and bitwise and not done and not agreed.raised("audit", "mismatch"):
+        if "audit" not in moment.due or "audit" not in self.checks or self.audit.strength is not Strength.BITWISE:
+            return
+        if not done and not agreed.raised("audit", "mismatch"):
             self.standing.audited(moment.step)
-        elif (
-            "audit" in moment.due and bitwise and done and {*done} <= {Action.REPAIR, Action.ROLLBACK}
-        ):  # by healthy devices
+        elif done and {*done} <= {Action.REPAIR, Action.ROLLBACK}:  # what healthy devices agree on took its place
             self.standing.mended(moment.step)
 
     def _note_unclean(self, moment: Moment, agreed: Agreed) -> None:
@@ -542,7 +541,7 @@ class Guard:
 
     def _log_fingerprints(self) -> None:
         """What the vote has read, so that ``unsilent recheck`` can compare a later run of these steps with it."""
-        if self.world.rank == 0:
+        if self.world.rank == 0 and self.journal.directory is not None:
             self.journal.write(
                 "fingerprints", self.steps, steps=self.steps, switched=self._switched,
                 undone_after=self.rollback.went_back_to, **(self._try("replicas", self.replicas.fingerprints) or {}),

@@ -34,6 +34,7 @@ from unsilent.localize import (
     steady_value,
 )
 from unsilent.records import (
+    STATE_SITES,
     AuditEvidence,
     CounterEvidence,
     FiniteEvidence,
@@ -50,7 +51,6 @@ from unsilent.ring import Ring
 from unsilent.world import World
 
 _TAG_DETAILS, _TAG_AUDITS, _TAG_VOTE, _TAG_TRAFFIC, _TAG_AGAIN = 10, 11, 13, 19, 17
-_STATE = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class Inquiry:
         if unreduced:
             return [Finding(verdict=_judge_unreduced(everyone, moment.step), evidence=evidence)]
         voted = self.find_votes(evidence.get("replicas", ()), evidence)
-        state = [finding for finding in voted if finding.verdict.site in _STATE]
+        state = [finding for finding in voted if finding.verdict.site in STATE_SITES]
         if state:
             return state
         findings = self._find_finite(evidence.get("finite", ()), moment, losses, evidence)

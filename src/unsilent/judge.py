@@ -20,6 +20,7 @@ from unsilent.localize import (
     several_values_agree,
 )
 from unsilent.records import (
+    STATE_SITES,
     AuditEvidence,
     CounterEvidence,
     FiniteEvidence,
@@ -424,7 +425,7 @@ def differs_by_environment(vote: VoteEvidence, places: Sequence[Place]) -> bool:
 
 def _within_environments(vote: VoteEvidence, places: Sequence[Place]) -> VoteEvidence:
     """The vote with what the most ranks of each environment hold made equal over the environments."""
-    if vote.site not in (Site.WEIGHTS, Site.OPTIMIZER_STATE) or None in vote.digests:
+    if vote.site not in STATE_SITES or None in vote.digests:
         return vote
     classes: dict[str, list[str | None]] = {}
     for place, digest in zip(places, vote.digests, strict=False):

@@ -8,7 +8,6 @@ another again.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -23,7 +22,7 @@ from typing import Any
 
 from unsilent.children import Children, exit_code, kill_left_over
 from unsilent.errors import EXIT_OK, EXIT_QUARANTINE, CheckpointError, UsageError
-from unsilent.events import EventLog, excluded_nodes
+from unsilent.events import EventLog, excluded_nodes, write_whole
 from unsilent.execute import Ended, ended, out_of, stamp
 from unsilent.screen import show
 
@@ -321,12 +320,8 @@ class _Launch:
 
     def _write(self, code: int | None) -> None:
         """Put the record into ``launch.json``; a disk that fails does not end the job."""
-        draft = self.plan.directory / f".{LAUNCH_FILE}.tmp"
-        try:
-            draft.write_text(json.dumps(self._record(code), indent=2) + "\n")
-            draft.replace(self.plan.directory / LAUNCH_FILE)
-        except OSError as error:
-            show(f"unsilent launch: {LAUNCH_FILE} cannot be written: {error}")
+        if not write_whole(self.plan.directory / LAUNCH_FILE, self._record(code)):
+            show(f"unsilent launch: {self.plan.directory / LAUNCH_FILE} cannot be written")
 
 
 class _Follow:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from unsilent.records import Action, Decision, Kind, Site, Verdict
+from unsilent.records import STATE_SITES, Action, Decision, Kind, Site, Verdict
 from unsilent.recurrence import COMES_BACK
 
 Mode = Literal["observe", "act"]
@@ -19,8 +19,6 @@ OnInconclusive = Literal["continue", "stop"]
 
 MOST_UNEXPLAINED = 0.05
 """How far a recomputed gradient may lie from the recorded one, as a share of the norm, before a person is asked for."""
-
-_STATE_SITES = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,7 @@ def _in_act_mode(verdict: Verdict, situation: Situation) -> Decision:
 
 def _restore_the_step(verdict: Verdict, situation: Situation) -> Decision:
     """The cheapest way back to a right step."""
-    if verdict.site in _STATE_SITES:
+    if verdict.site in STATE_SITES:
         if situation.heal_allowed:
             return _take(Action.HEAL, "the wrong replica has reached nobody: copied from the majority, then recomputed")
         reached = "the wrong replica may have reached the others through its gradients"

@@ -23,6 +23,10 @@ class Site(str, Enum):
     CHECKPOINT = "checkpoint"
 
 
+#: where a replica can be wrong at rest
+STATE_SITES = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
+
+
 class Kind(str, Enum):
     """What a verdict says of the cause."""
 

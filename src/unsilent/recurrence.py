@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from unsilent.records import Kind, Site, Suspect, Verdict
+from unsilent.records import STATE_SITES, Kind, Site, Suspect, Verdict
 
 #: A strike halves with each 30 days, and with each 10,000 steps that the device has worked since.
 HALF_LIFE_DAYS = 30.0
@@ -24,7 +24,6 @@ REMEMBERED = 16
 
 _DAY = 86_400.0
 _WEIGHTS = {Kind.PERSISTENT: 1.0, Kind.TRANSIENT: 1 / 3}
-_STATE_SITES = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ def blames_a_device(verdict: Verdict) -> bool:
 
 def seen_again(kind: Kind, site: Site, *, acted_on: bool) -> bool:
     """Whether the next vote will find the same once more: nobody has put a replica that differs right."""
-    return kind in _WEIGHTS and site in _STATE_SITES and not acted_on
+    return kind in _WEIGHTS and site in STATE_SITES and not acted_on
 
 
 def in_hindsight(verdict: Verdict, *, strikes: float, blamed_before: Collection[str]) -> Verdict:

@@ -29,7 +29,7 @@ from unsilent.inquiry import Finding, Inquiry
 from unsilent.inventory import Inventory
 from unsilent.journal import Journal
 from unsilent.policy import Situation, decide, person_needed
-from unsilent.records import Action, Decision, Kind, Site, Verdict
+from unsilent.records import STATE_SITES, Action, Decision, Kind, Site, Verdict
 from unsilent.recovery.heal import heal
 from unsilent.recovery.rebuild import Share, rebuild
 from unsilent.recovery.rollback import PastStep, Rollback
@@ -40,9 +40,8 @@ from unsilent.ring import Ring
 from unsilent.standing import Standing
 from unsilent.world import World
 
-_TAG_ENDED, _TAG_EXCLUDED, _TAG_ALONE = 14, 18, 24
+_TAG_ENDED, _TAG_EXCLUDED, _TAG_HEAL, _TAG_COMMUNICATES = 14, 18, 24, 25
 
-_IN_STATE = (Site.WEIGHTS, Site.OPTIMIZER_STATE)
 _SEVERITY = {
     action: i
     for i, action in enumerate(
@@ -125,7 +124,7 @@ class Response:
         verdict = finding.verdict
         nodes = {s.node for s in verdict.suspects if s.node is not None}
         reducible = self._reduction.hooked or self._reduction.ddp is None
-        in_state = verdict.site in _IN_STATE
+        in_state = verdict.site in STATE_SITES
         contaminated = self._standing.vouched < moment.step - 1
         way_back_matters = in_state or (verdict.kind is Kind.PERSISTENT and contaminated)
         situation = Situation(
@@ -139,7 +138,7 @@ class Response:
             heal_allowed=in_state
             and reducible
             and (moment.first or self._standing.last_clean_vote >= moment.step - 1)
-            and all(self._world.gather(self._can_heal(finding), step=moment.step, tag=_TAG_ALONE)),
+            and all(self._world.gather(self._can_heal(finding), step=moment.step, tag=_TAG_HEAL)),
             no_way_back=self._way_back(verdict, moment.step).missing if way_back_matters else "it is not needed",
             contaminated=contaminated,
             approved=bool(nodes & self._standing.approved()),
@@ -243,12 +242,12 @@ class Response:
         """
         if not self._goes_back():
             return WayBack(missing="nothing is kept to go back to (snapshot_every, replicas_every)")
-        if any(self._world.gather(self._audit.communicates, step=step, tag=_TAG_ALONE)):
+        if any(self._world.gather(self._audit.communicates, step=step, tag=_TAG_COMMUNICATES)):
             return WayBack(missing="the model communicates, so no rank can rerun its work alone")
         if not self._reduction.hooked and self._reduction.ddp is not None:
             return WayBack(missing=self._reduction.notice)
         oldest, newest = step - self._config.keep_batches, step
-        if verdict.site not in _IN_STATE:
+        if verdict.site not in STATE_SITES:
             # What a bad device did must be done by others, and it is known by then which device that is.
             bad = self._standing.suspicion.struck | {s.rank for s in verdict.suspects if s.rank is not None}
             others = [self._ring.auditors[rank] for rank in bad]

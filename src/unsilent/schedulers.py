@@ -11,11 +11,11 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 
 from unsilent.errors import EXIT_QUARANTINE
+from unsilent.screen import show
 
 KUBEFLOW_RESTART = 211
 """The training operator starts a pod again on codes from 128 on. Codes up to 192 say that a signal ended the process
@@ -37,7 +37,7 @@ def tell(
     *,
     restarts: int,
     environment: Mapping[str, str] = os.environ,
-    say: Callable[[str], None] = lambda text: print(f"unsilent: {text}", file=sys.stderr, flush=True),
+    say: Callable[[str], None] = lambda text: show(f"unsilent: {text}"),
 ) -> int:
     """Tell the scheduler that the run is to go on without the excluded nodes, where ``code`` asks for that.
 

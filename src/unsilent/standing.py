@@ -13,7 +13,7 @@ from unsilent.errors import CheckpointError
 from unsilent.events import approved_nodes
 from unsilent.journal import Journal
 from unsilent.policy import trust_lost
-from unsilent.records import Kind, Site, Verdict
+from unsilent.records import STATE_SITES, Kind, Verdict
 from unsilent.suspicion import Suspicion
 from unsilent.world import World
 
@@ -282,7 +282,7 @@ class Standing:
 
     def unrepaired(self, verdict: Verdict, step: int) -> None:
         """Observe mode lets pass what act mode would have put right: no state from here on is called certified."""
-        before = step - 1 if verdict.site in (Site.WEIGHTS, Site.OPTIMIZER_STATE) else step
+        before = step - 1 if verdict.site in STATE_SITES else step
         self._doubt(f"observe mode did not put right what was found at step {step}: {verdict.reason}", after=before)
 
     def _doubt(self, reason: str, *, after: int) -> None:

@@ -29,6 +29,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[int, str]]]] =
     "ROLLBACK, a weight in use for many steps": (
         {**FLIP, "rank": 1, "step": 2}, {"replicas_every": 9, "audit_every": None}, [(8, "ROLLBACK")],
     ),
+    "ROLLBACK, twice, the second from a snapshot of the first": (
+        {**FLIP, "rank": 1, "step": 3, "steps": 4}, {"snapshot_every": 3, "audit_every": None},
+        [(5, "ROLLBACK"), (8, "ROLLBACK")],
+    ),
     "ROLLBACK, to before the optimizer had state": (
         {**FLIP, "rank": 1, "step": 0}, {"replicas_every": 4, "audit_every": None}, [(3, "ROLLBACK")],
     ),

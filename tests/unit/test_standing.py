@@ -185,3 +185,46 @@ def test_a_disk_that_fails_ends_no_step(tmp_path, error):
         run.standing.strike(persistent(7), 7)
         assert run.standing.resume_from() is None
     assert Status.CERTIFIED.value in run.status().values()
+
+
+# ---- after a rollback ------------------------------------------------------------------------------------------------
+
+
+def struck(run: Run, step: int) -> None:
+    """Rank 0's device has come back, as a verdict at ``step`` says."""
+    verdict = Verdict(
+        kind=Kind.PERSISTENT, site=Site.FORWARD, step=step, check="audit", reason="", suspects=(Suspect(rank=0, device="d"),)
+    )  # fmt: skip
+    run.standing.suspicion.begin_step(step)
+    run.standing.strike(verdict, step)
+
+
+def test_steps_run_again_are_not_audited_whatever_was_before(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.standing.audited(9)
+    assert run.standing.status_of_next(10) is Status.CERTIFIED
+    run.standing.rolled_back(6, 10, by_others=())
+    assert run.standing.status_of_next(10) is Status.CANDIDATE
+    assert run.standing.trust().clean_audits == (5,) and run.standing.vouched == 5
+
+
+def test_what_others_have_run_again_vouches_and_takes_the_doubt_away(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.standing.audited(3)
+    struck(run, 7)
+    assert run.standing.certifies_nothing
+    run.standing.rolled_back(4, 7, by_others={0})
+    assert run.standing.vouched == 6 and not run.standing.certifies_nothing
+    run.standing.mended(7)
+    assert run.standing.vouched == 7
+
+
+@pytest.mark.parametrize(("start", "by_others"), [(6, {0}), (4, set())], ids=["not far enough", "not by others"])
+def test_else_it_vouches_for_nothing(tmp_path: Path, start: int, by_others: set[int]) -> None:
+    run = Run(tmp_path)
+    run.standing.audited(3)
+    struck(run, 7)
+    run.standing.rolled_back(start, 7, by_others=by_others)
+    assert run.standing.vouched == 3 and run.standing.certifies_nothing
+    run.standing.mended(7)
+    assert run.standing.vouched == 3

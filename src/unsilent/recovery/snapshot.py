@@ -45,8 +45,8 @@ class Snapshot:
         names = list(self.tensors)
         if not names:
             return ""
+        then = torch.stack([self.rows[name] for name in names]).cpu()  # waits until the copies have arrived, too
         now = sums_many([self.tensors[name] for name in names])
-        then = torch.stack([self.rows[name].to(now.device) for name in names])
         differs = (now != then).any(dim=1).tolist()
         return next((name for name, wrong in zip(names, differs, strict=True) if wrong), "")
 

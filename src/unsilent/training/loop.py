@@ -36,6 +36,7 @@ from unsilent.training.model import MAX_POSITIONS, build_model, make_loss_fn, we
 from unsilent.training.presets import preset
 from unsilent.training.progress import Screen
 from unsilent.training.ranks import Ranks, join, node_of, ranks_from_environment
+from unsilent.training.rate import rate
 from unsilent.weighing import mean_loss, share_of
 
 CHECKPOINTS = "checkpoints"
@@ -357,12 +358,7 @@ class Trainer:
         return found[0]
 
     def _rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to a tenth."""
-        warmup = self.options.warmup
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        share = min(1.0, (step - warmup) / max(1, self.options.steps - warmup))
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * share))
+        return rate(step, warmup=self.options.warmup, steps=self.options.steps)
 
     def _put_faults_in(self, node: str) -> None:
         if self.inject is not None:

@@ -18,6 +18,7 @@ from torch import nn
 from unsilent.training.data import TextData, standard_library_text
 from unsilent.training.model import build_model, make_loss_fn
 from unsilent.training.presets import Preset
+from unsilent.training.rate import rate
 
 Array = npt.NDArray[np.float64]
 
@@ -103,12 +104,8 @@ class Job:
         )
 
     def rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to a tenth."""
-        warm_up, steps = self.shape.warm_up, self.shape.steps
-        if step < warm_up:
-            return LEARNING_RATE * (step + 1) / (warm_up + 1)
-        share = min(1.0, (step - warm_up) / max(1, steps - warm_up))
-        return LEARNING_RATE * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+        """The learning rate of a step."""
+        return LEARNING_RATE * rate(step, warmup=self.shape.warm_up, steps=self.shape.steps)
 
     def compute(self, step: int) -> None:
         """The local gradients of all ranks."""
