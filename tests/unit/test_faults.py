@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsilent.errors import UsageError
-from unsilent.lab.faults import PATTERNS, SITES, Fault, fault_from, read_faults
+from unsilent.lab.faults import (
+    INTEGER_PATTERNS,
+    INTEGER_SITES,
+    PATTERNS,
+    SITES,
+    Fault,
+    fault_from,
+    read_faults,
+    uniform,
+)
 
 FORWARD = {"site": "forward", "target": "layer", "rank": 1, "step": 3}
-OPTIONS = {"bit_flip": {"bit": 3}, "scale": {"factor": 2.0}}
+OPTIONS = {"bit_flip": {"bit": 3}, "scale": {"factor": 2.0}, "stuck_bit": {"bit": 3}, "gates": {"period": 4}}
+WITHOUT_TARGET = {"reduction": {"rank": 1, "delivery": True}, "comparison": {"rank": 1}}
 
 
-@pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    ("site", "pattern"),
+    [(s, p) for s in SITES for p in PATTERNS if s not in INTEGER_SITES or p in INTEGER_PATTERNS],
+)
 def test_every_site_takes_every_pattern_and_survives_the_way_through_plain_values(site: str, pattern: str) -> None:
-    place = {"rank": 1, "delivery": True} if site == "reduction" else {"rank": 1, "target": "x"}
+    place = WITHOUT_TARGET.get(site, {"rank": 1, "target": "x"})
     fault = Fault(site=site, pattern=pattern, from_step=4, **place, **OPTIONS.get(pattern, {}))
     assert fault_from(fault.to_json()) == fault
     assert pattern in fault.describe()
@@ -44,6 +57,19 @@ def test_every_site_takes_every_pattern_and_survives_the_way_through_plain_value
         ({"step": "3"}, "step must be a whole number from 0, not '3'"),
         ({"step": True}, "step must be a whole number"),
         ({"steps": 0}, "steps must be a whole number from 1"),
+        ({"site": "ids", "pattern": "nan"}, "holds integers"),
+        ({"site": "operation", "target": ""}, "ATen operation, such as mm"),
+        ({"phase": "forward"}, "belong to faults of an operation only"),
+        ({"site": "operation", "target": "mm", "phase": "sideways"}, "unknown phase 'sideways'"),
+        ({"site": "comparison", "pattern": "bit_flip", "bit": 3}, "has no target"),
+        ({"pattern": "gates", "period": 3}, "one of 2, 4, 8, 16"),
+        ({"pattern": "gates", "share": 1.5}, "up to 1"),
+        ({"pattern": "gates", "share": 0.5, "period": 2}, "period and share exclude one another"),
+        ({"rate": 2.0}, "rate must lie between 0 and 1"),
+        ({"at_least": 2.0, "below": 1.0}, "must be above at_least"),
+        ({"burst": 0.5}, "burst needs from_step"),
+        ({"burst_steps": 2}, "burst_steps needs burst"),
+        ({"off": 2}, "never comes back"),
         ({"from_step": 2}, "exclude one another"),
         ({"step": None}, "say when the fault fires"),
         ({"step": None, "from_step": 1, "steps": 2}, "steps needs step"),
@@ -132,3 +158,22 @@ def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
 def test_reading_a_fault_does_not_import_torch() -> None:
     code = "import sys, unsilent.lab.faults; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_bursts_last_as_long_as_they_say_and_come_as_often() -> None:
+    fault = Fault(site="forward", target="x", pattern="zero", rank=0, from_step=100, burst=0.02, burst_steps=3, seed=5)
+    on = [fault.in_force(step) for step in range(20_000)]
+    assert not any(on[:100])
+    lengths: list[int] = []
+    for before, now in itertools.pairwise(on):
+        if now:
+            lengths = [*lengths, 1] if not before else [*lengths[:-1], lengths[-1] + 1]
+    assert min(lengths) == 3
+    assert sum(on) / 19_900 == pytest.approx(1 - 0.98**3, rel=0.15)
+
+
+def test_numbers_drawn_from_keys_are_even_and_fine_enough_for_rates_of_2e_9() -> None:
+    drawn = [uniform(7, n) for n in range(20_000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(0.5, abs=0.01)
+    assert all(0 <= x < 1 for x in drawn)
+    assert any(x != round(x * 2**24) / 2**24 for x in drawn)  # single precision would make 6e-8 of 2e-9

@@ -7,9 +7,9 @@ fires, no bit of the run changes. Each process injects for its own rank, whichev
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +19,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unsilent.errors import UsageError
-from unsilent.lab.faults import Fault
+from unsilent.fingerprints import compute
+from unsilent.lab.corruption import bits, corrupted_values, positions, positions_at_rate, seeded
+from unsilent.lab.faults import GROUP, Fault
+from unsilent.lab.operations import Operation, Operations
 
 KEPT_ELEMENTS = 1024
 """Elements of one injection whose values are kept; a stuck lane may hit many more."""
 KEPT_INJECTIONS = 4096
 """Injections that are kept; a persistent fault in a long run makes many more."""
-
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,14 +78,15 @@ class _Shot:
 class Injector:
     """Injects ``fault`` on this rank.
 
-    The loop calls ``begin_step(step)`` before each step and ``after_update(step)`` after its update.
+    The loop calls ``begin_step(step)`` before each step and ``after_update(step)`` after its update. Between the two, and
+    only in steps in which a fault of an operation may fire, every operation below autograd passes through Python.
 
     Reduction faults wrap ``torch.distributed.all_reduce`` on the job's default group: the gradients must be reduced by
     a communication hook written in Python, since DDP's built-in reducer never passes there.
 
     Args:
         model: the inner module, not its DDP wrapper.
-        optimizer: needed for faults of the optimizer state only.
+        optimizer: needed for faults of the optimizer's state and arithmetic, and of its operations.
         node: the name of the node that this rank runs on.
         replaying: tells whether the executions of this moment are a guard's replays; may be set later.
     """
@@ -115,6 +117,8 @@ class Injector:
         self._closers: list[Callable[[], None]] = []
         self._closed = False
         self._parameter: nn.Parameter = nn.Parameter(torch.empty(0))  # the target, where that is a parameter
+        self._operations: Operations | None = None
+        self._seen: AbstractContextManager[None] | None = None  # open while operations are looked at
         self._install(model)
 
     def begin_step(self, step: int) -> None:
@@ -123,9 +127,14 @@ class Injector:
         self._executions.live = 0
         # A step that is run again after a rollback is a new try: a fault with a probability draws anew.
         self._executions.attempts[step] = self._executions.attempts.get(step, 0) + 1
+        self._look_away()
+        if self._operations is not None and self._here and self.fault.in_force(step):
+            self._seen = self._operations.seen(self._on_operation)
+            self._seen.__enter__()
 
     def after_update(self, step: int) -> None:
         """Corrupts a weight or a moment, if that is the fault and ``step`` is one of its steps."""
+        self._look_away()
         if self.fault.site not in ("weight", "optimizer_state"):
             return
         # .data: real memory does not bump autograd's version counter either.
@@ -137,6 +146,7 @@ class Injector:
     def close(self) -> None:
         """Takes all hooks out again."""
         self._closed = True
+        self._look_away()
         while self._closers:
             self._closers.pop()()
 
@@ -154,6 +164,20 @@ class Injector:
             module = _named("module", target, dict(model.named_modules(remove_duplicate=False)))
             hook = self._on_output if site == "forward" else self._watch_output
             self._closers.append(module.register_forward_hook(hook).remove)
+        elif site == "ids":
+            module = _named("module", target, dict(model.named_modules(remove_duplicate=False)))
+            if not isinstance(module, nn.Embedding):
+                raise UsageError(f"module {target!r} is no nn.Embedding: it looks up no ids that could be wrong")
+            self._closers.append(module.register_forward_pre_hook(self._on_ids).remove)
+        elif site == "operation":
+            if not hasattr(torch.ops.aten, target):
+                raise UsageError(f"torch has no ATen operation {target!r}: name it without its overload, such as 'mm'")
+            if self.fault.module:
+                _named("module", self.fault.module, dict(model.named_modules(remove_duplicate=False)))
+            self._operations = Operations(model, self._optimizer)
+            self._closers.append(self._operations.close)
+        elif site == "comparison":
+            self._wrap_fingerprints()
         elif site == "reduction":
             # What never fits would never fire, and a hook of the reduction is no place to raise.
             widest = max(model.parameters(), key=lambda p: p.dtype.itemsize, default=None)
@@ -167,6 +191,8 @@ class Injector:
                 self._require_state()
             else:
                 self._check_fit(self._parameter)
+            if site == "optimizer":
+                self._watch_update()
             if site == "gradient":
                 if not self._parameter.requires_grad:
                     raise UsageError(f"parameter {target!r} is frozen: it has no gradient to corrupt")
@@ -202,6 +228,80 @@ class Injector:
         wrong = gradient.detach().clone()
         self._corrupt(wrong, shot)
         return wrong
+
+    def _on_ids(self, module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        shot = self._draw(self._step, args[0])
+        if shot is None:
+            return None
+        wrong = args[0].clone()
+        # A lookup beyond the table would raise, and be no silent fault: such an id wraps around, as in "id modulo".
+        self._corrupt(wrong, shot, modulo=module.num_embeddings)
+        return (wrong, *args[1:])
+
+    def _on_operation(self, operation: Operation, result: torch.Tensor) -> None:
+        fault = self.fault
+        if operation.name != fault.target or (fault.phase and operation.phase != fault.phase):
+            return
+        inside = operation.module == fault.module or operation.module.startswith(f"{fault.module}.")
+        if fault.module and not inside:
+            return
+        if self._misfit(result) is None:  # the operation comes in many sizes
+            shot = self._draw(self._step, result)
+            if shot is not None:
+                self._corrupt(result, shot)
+
+    def _look_away(self) -> None:
+        if self._seen is not None:
+            self._seen.__exit__(None, None, None)
+            self._seen = None
+
+    def _watch_update(self) -> None:
+        """Wrong arithmetic of one parameter's update: what was added to it is corrupted, not what stood there."""
+        if self._optimizer is None:
+            raise UsageError("a fault of the optimizer needs an optimizer")
+        before: list[torch.Tensor] = []
+
+        def begin(*_: Any) -> None:
+            before.clear()
+            if self._step is not None and self.fault.in_force(self._step) and self._here:
+                before.append(self._parameter.detach().clone())
+
+        def end(*_: Any) -> None:
+            # Drawn on every rank, so that all of them refuse together what does not fit.
+            shot = self._draw(self._step, self._parameter)
+            if shot is None or not before:
+                return
+            after = self._parameter.data
+            update = after - before[0]
+            right = update.clone()
+            self._corrupt(update, shot)
+            changed = bits(update) != bits(right)
+            after[changed] = (before[0] + update)[changed]
+
+        self._closers.append(self._optimizer.register_step_pre_hook(begin).remove)
+        self._closers.append(self._optimizer.register_step_post_hook(end).remove)
+
+    def _wrap_fingerprints(self) -> None:
+        """Wrong digests: the sums that a check takes are corrupted on this rank before anybody compares them."""
+        original = compute._adder
+
+        def adder(device: torch.device) -> Callable[..., None]:
+            add = original(device)
+
+            def add_and_err(out: torch.Tensor, jobs: Any) -> None:
+                add(out, jobs)
+                shot = self._draw(self._step, out) if self._misfit(out) is None else None
+                if shot is not None:
+                    self._corrupt(out, shot)
+
+            return add_and_err
+
+        def restore() -> None:
+            if compute._adder is adder:
+                compute._adder = original
+
+        compute._adder = adder  # pyright: ignore[reportAttributeAccessIssue]
+        self._closers.append(restore)
 
     def _state(self) -> torch.Tensor:
         if self.fault.site == "weight":
@@ -269,31 +369,40 @@ class Injector:
         self._check_fit(tensor)  # on every rank, so that all of them refuse together
         if not self._here:
             return None
+        if fault.during_replay == "only" and not replay:
+            return None
         if fault.one_shot:
-            if replay or step in self._spent:
+            # One execution in each step: a live one, or the auditor's or arbiter's where those are what is wrong.
+            if replay != (fault.during_replay == "only") or step in self._spent:
                 return None
             self._spent.add(step)
         elif replay and fault.during_replay == "off":
             return None
+        if fault.off and (n.total - 1) % (fault.on + fault.off) >= fault.on:
+            return None
         # Live executions are numbered apart from replays, so a guarded and an unguarded run meet the same live faults.
         number = ("replay", n.replays) if replay else ("live", n.live)
-        generator = _generator(fault.seed, step, n.attempts.get(step, 0), *number)
-        if fault.probability < 1 and torch.rand((), generator=generator).item() >= fault.probability:
+        generator = seeded(fault.seed, step, n.attempts.get(step, 0), *number)
+        # In double precision: single numbers have 24 bits, and would make 6e-8 of 2e-9.
+        chance = torch.rand((), dtype=torch.float64, generator=generator) if fault.probability < 1 else 0.0
+        if chance >= fault.probability:
             return None
         return _Shot(step=step, replay=replay, execution_count=n.total, generator=generator)
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _corrupt(self, tensor: torch.Tensor, shot: _Shot) -> None:
+    def _corrupt(self, tensor: torch.Tensor, shot: _Shot, *, modulo: int | None = None) -> None:
         tensor = _dense(tensor)
-        elements = self._positions.get(tensor.shape)
-        if elements is None:
-            elements = self._positions[tensor.shape] = positions(tensor.shape, self.fault)
+        elements = self._elements(tensor.shape, shot)
+        if len(elements) == 0:
+            return
         grid = tensor.view(1) if tensor.dim() == 0 else tensor
         place = torch.unravel_index(elements.to(tensor.device), grid.shape)
         pristine = grid[place].cpu()
         corrupted = corrupted_values(pristine, self.fault, shot.generator)
+        if modulo is not None:
+            corrupted %= modulo
         grid[place] = corrupted.to(tensor.device)
         self.fired += 1
         if len(self.record) < KEPT_INJECTIONS:
@@ -308,9 +417,16 @@ class Injector:
                     execution_count=shot.execution_count,
                     replay=shot.replay,
                     size=len(elements),
-                    changed=int((_bits(pristine) != _bits(corrupted)).sum()),
+                    changed=int((bits(pristine) != bits(corrupted)).sum()),
                 )
             )
+
+    def _elements(self, shape: torch.Size, shot: _Shot) -> torch.Tensor:
+        if self.fault.rate is not None:  # other elements each time
+            return positions_at_rate(math.prod(shape), self.fault.rate, shot.generator)
+        if shape not in self._positions:
+            self._positions[shape] = positions(shape, self.fault)
+        return self._positions[shape]
 
     def _check_fit(self, tensor: torch.Tensor) -> None:
         misfit = self._misfit(tensor)
@@ -328,6 +444,10 @@ class Injector:
                 return f"there is no column {fault.element} in {self._what()}, which has {columns}"
             return None
         first, count, size = fault.element or 0, fault.count * fault.lane, math.prod(shape)
+        if fault.rate is not None or fault.share is not None:
+            return None
+        if fault.period is not None:
+            count = (fault.count - 1) * GROUP + 1  # groups, of which the last may be cut off by the tensor's end
         if size and first + count > size:
             return f"{count} elements from {first} on do not fit into {self._what()}, which has {size}"
         return None
@@ -356,97 +476,6 @@ class _WrongWork:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
-
-
-def positions(shape: torch.Size, fault: Fault) -> torch.Tensor:
-    """Flat indices of the elements that are wrong in a tensor of this shape; the seed alone chooses."""
-    size, generator = math.prod(shape), _generator(fault.seed, "positions")
-    if fault.pattern == "stuck_lane":
-        width = shape[-1] if len(shape) else 1
-        offset = fault.element
-        if offset is None:
-            offset = int(torch.randint(min(fault.every, width), (), generator=generator))
-        columns = torch.arange(offset % fault.every, width, fault.every)
-        return (torch.arange(size // width)[:, None] * width + columns).flatten()
-    if fault.element is not None:
-        return torch.arange(fault.element, fault.element + fault.count * fault.lane)
-    starts = _distinct(size // fault.lane, fault.count, generator) * fault.lane
-    return (starts[:, None] + torch.arange(fault.lane)).flatten()
-
-
-def corrupted_values(values: torch.Tensor, fault: Fault, generator: torch.Generator) -> torch.Tensor:
-    """The wrong values that stand where ``values`` (one-dimensional, on the CPU) would be right."""
-    match fault.pattern:
-        case "zero":
-            return torch.zeros_like(values)
-        case "nan":
-            return torch.full_like(values, math.nan)
-        case "inf":
-            return torch.full_like(values, math.inf)
-        case "scale":
-            assert fault.factor is not None
-            return (values.double() * fault.factor).to(values.dtype)
-        case "stuck_lane" if fault.add is not None:
-            return (values.double() + fault.add).to(values.dtype)
-        case "relative" | "stuck_lane":
-            return _with_relative_error(values, fault.error)
-        case "bit_flip":
-            assert fault.bit is not None
-            width = 8 * values.dtype.itemsize
-            mask = torch.full(values.shape, _signed(1 << fault.bit, width), dtype=_INTEGER[values.dtype.itemsize])
-            return (_bits(values) ^ mask).view(values.dtype)
-        case "random_bits":
-            return (_bits(values) ^ _random_masks(values, fault.bit, generator)).view(values.dtype)
-        case _:
-            raise AssertionError(fault.pattern)
-
-
-def _with_relative_error(values: torch.Tensor, error: float) -> torch.Tensor:
-    if error == 0:
-        return values.clone()
-    wrong = (values.double() * (1 + error)).to(values.dtype)
-    touched = torch.isfinite(values.double()) & (values != 0)
-    # In a short format a small error rounds away: take the neighbouring number then, so that the fault is one.
-    neighbour = (_bits(values) + (1 if error > 0 else -1)).view(values.dtype)
-    wrong = torch.where(_bits(wrong) == _bits(values), neighbour, wrong)
-    return torch.where(touched, wrong, values)
-
-
-def _random_masks(values: torch.Tensor, highest: int | None, generator: torch.Generator) -> torch.Tensor:
-    """Bit masks, never empty, whose bits lie at or below ``highest`` (None: in the mantissa)."""
-    width = 8 * values.dtype.itemsize
-    if highest is None:
-        highest = max(0, round(-math.log2(torch.finfo(values.dtype).eps)) - 1)
-    masks = torch.randint(-(2**63), 2**63 - 1, values.shape, generator=generator)
-    masks &= _signed((1 << (highest + 1)) - 1, 64)
-    masks = torch.where(masks == 0, 1, masks)
-    if width < 64:
-        masks = torch.where(masks >= 1 << (width - 1), masks - (1 << width), masks)
-    return masks.to(_INTEGER[values.dtype.itemsize])
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(_INTEGER[values.dtype.itemsize])
-
-
-def _signed(pattern: int, width: int) -> int:
-    return pattern - (1 << width) if pattern >> (width - 1) else pattern
-
-
-def _generator(*key: object) -> torch.Generator:
-    """A generator of our own, on the CPU, for this purpose only: the job's generators are never touched."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
-def _distinct(limit: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """``count`` different numbers below ``limit``; no permutation of a large tensor's indices for a few of them."""
-    if limit <= 4 * count:
-        return torch.randperm(limit, generator=generator)[:count]
-    chosen: dict[int, None] = {}
-    while len(chosen) < count:
-        chosen.update(dict.fromkeys(torch.randint(limit, (count,), generator=generator).tolist()))
-    return torch.tensor(list(chosen)[:count])
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

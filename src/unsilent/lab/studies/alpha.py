@@ -18,8 +18,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from unsilent.checks.update_rules import Observation, make_rule
 from unsilent.errors import UsageError
 from unsilent.lab.faults import Fault
 from unsilent.lab.inject import Injector
+from unsilent.lab.progress import progress
 from unsilent.lab.studies.draws import draw, is_finite, is_gross, targets
 from unsilent.lab.studies.job import Job, Seen, Shape, State
 from unsilent.training.data import standard_library_text
@@ -140,7 +139,7 @@ class Study:
         job = self._job(SEED_OF_THRESHOLDS)
         seen: list[list[Seen]] = []
         begin = time.perf_counter()
-        with self._progress("clean", job.shape.steps) as advance:
+        with progress("clean", job.shape.steps, console=self._console) as advance:
             for step in range(job.shape.steps):
                 job.compute(step)
                 seen.append([job.see(step, gradient) for gradient in job.local])
@@ -159,7 +158,7 @@ class Study:
         states: dict[str, Any] = {}
         step_s: list[float] = []
         begin = time.perf_counter()
-        with self._progress("faults", job.shape.steps) as advance:
+        with progress("faults", job.shape.steps, console=self._console) as advance:
             for step in range(job.shape.steps):
                 job.compute(step)
                 seen.append([job.see(step, gradient) for gradient in job.local])
@@ -225,7 +224,9 @@ class Study:
         runs: list[dict[str, Any]] = []
         hit: list[list[Seen]] = []
         begin = time.perf_counter()
-        with self._progress("sustained", len(plan.sustained_from) * (1 + plan.reseeded + each)) as advance:
+        with progress(
+            "sustained", len(plan.sustained_from) * (1 + plan.reseeded + each), console=self._console
+        ) as advance:
             for first in plan.sustained_from:
                 state = _state_from(faults, first)
                 clean, _ = self._lasting(job, state, first, None)
@@ -277,7 +278,7 @@ class Study:
         plan = self.plan
         rows: list[dict[str, Any]] = []
         begin = time.perf_counter()
-        with self._progress("paired", 3 * plan.paired_seeds) as advance:
+        with progress("paired", 3 * plan.paired_seeds, console=self._console) as advance:
             for seed in range(10, 10 + plan.paired_seeds):
                 row: dict[str, Any] = {"seed": seed}
                 for kind in ("clean", "unwatched", "watched"):
@@ -362,25 +363,6 @@ class Study:
         np.savez_compressed(draft, plan=plan, about=json.dumps(result["about"]), **arrays)
         draft.replace(path)
         return {**arrays, "about": json.loads(json.dumps(result["about"]))}
-
-    @contextmanager
-    def _progress(self, name: str, total: int) -> Iterator[Callable[[], None]]:
-        if not self._console.is_terminal:  # a log: a line now and then
-            done = 0
-
-            def say() -> None:
-                nonlocal done
-                done += 1
-                if done % max(1, total // 10) == 0 or done == total:
-                    self._console.print(f"{name}: {done} of {total}")
-
-            yield say
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                   TimeRemainingColumn())  # fmt: skip
-        with Progress(*columns, console=self._console, refresh_per_second=2) as progress:
-            task = progress.add_task(name, total=total)
-            yield lambda: progress.advance(task)
 
 
 # ---- from what was seen to what a rule says of it --------------------------------------------------------------------
