@@ -163,12 +163,9 @@ class Inquiry:
             audits, how = self._audit_spike(moment, losses)
             if audits is not None:
                 evidence["audit"] = audits
-        unlike = [a for a in evidence.get("audit", ()) if not a.weights_equal]
-        if unlike and "replicas" not in evidence and "replicas" in self._checks:
-            voted_now = self._vote(moment)
-            if voted_now is None:
-                return [Finding(verdict=_looked_in_vain(self._checks["replicas"], moment.step))]
-            evidence["replicas"] = voted_now
+        unlike = _of_unlike_weights(evidence.get("audit", ()))
+        if unlike and (failed := self._vote(moment, evidence)) is not None:
+            return [failed]
         # A difference in counters is software and explains every other difference, so nothing else is judged then.
         software = judge_counters([e for e in evidence.get("replicas", ()) if isinstance(e, CounterEvidence)])
         if software is not None:
@@ -176,10 +173,15 @@ class Inquiry:
         if unreduced:
             return [Finding(verdict=_judge_unreduced(everyone, moment.step), evidence=evidence)]
         voted = self.find_votes(evidence.get("replicas", ()), evidence)
-        state = [finding for finding in voted if finding.verdict.site in STATE_SITES]
-        if state:
+        if state := _of_state(voted):
             return state
         findings = self._find_finite(evidence.get("finite", ()), moment, losses, evidence)
+        # The audit that a NaN asked for may be the first to see that a replica holds other weights.
+        if not unlike and (unlike := _of_unlike_weights(evidence.get("audits", ()))):
+            if (failed := self._vote(moment, evidence)) is not None:
+                return [failed]
+            if state := _of_state(self.find_votes(evidence.get("replicas", ()), evidence)):
+                return state
         if not findings and "audit" in evidence and "audits" not in evidence:
             findings = self._settle(list(evidence["audit"]), moment, losses, evidence, alarms={})
         if not findings and not voted and unlike:
@@ -199,13 +201,20 @@ class Inquiry:
             return None
         return self._attempt(name, lambda: self._checks[name].evidence(step, known))
 
-    def _vote(self, moment: Moment) -> Sequence[Any] | None:
-        """A vote that was not planned: a pair of ranks that was to be compared holds unlike weights."""
+    def _vote(self, moment: Moment, evidence: dict[str, Any]) -> Finding | None:
+        """A vote that was not planned, into ``evidence``: a pair of ranks that was to be compared holds unlike weights.
+        None, also where a vote was held already or votes are off; a finding when the closer look failed somewhere."""
+        if "replicas" in evidence or "replicas" not in self._checks:
+            return None
         replicas = self._checks["replicas"]
         now = replace(moment, due=moment.due | {"replicas"})
         self._attempt("replicas", lambda: replicas.before_update(now))
         mine = self._attempt("replicas", lambda: (replicas.details(),))
-        return self._evidence("replicas", moment.step, self._world.gather(mine, step=moment.step, tag=_TAG_VOTE))
+        voted = self._evidence("replicas", moment.step, self._world.gather(mine, step=moment.step, tag=_TAG_VOTE))
+        if voted is None:
+            return Finding(verdict=_looked_in_vain(replicas, moment.step))
+        evidence["replicas"] = voted
+        return None
 
     def find_votes(self, records: Sequence[Any], evidence: dict[str, Any]) -> list[Finding]:
         """The findings of a vote over replicas."""
@@ -389,6 +398,14 @@ def _looked_in_vain(check: Check, step: int) -> Verdict:
         check=check.name,
         reason=f"check {check.name} raised an alarm, and its closer look failed; nobody is blamed",
     )
+
+
+def _of_unlike_weights(audits: Sequence[AuditEvidence]) -> list[AuditEvidence]:
+    return [audit for audit in audits if not audit.weights_equal]
+
+
+def _of_state(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict.site in STATE_SITES]
 
 
 def _unlike_weights(audits: Sequence[AuditEvidence]) -> Verdict:

@@ -15,6 +15,7 @@ from tests.promises.job import Job, Result, both
 from unsilent.lab.pool import RankPool
 
 FLIP = {"site": "weight", "target": "layers.2.weight", "pattern": "bit_flip", "bit": 21}
+FLIP_TO_NAN = {"site": "weight", "target": "layers.2.weight", "pattern": "nan"}
 MOMENT = {"site": "optimizer_state", "target": "layers.1.weight", "pattern": "bit_flip", "bit": 22}
 STUCK = {"site": "forward", "target": "layers.2", "pattern": "stuck_lane", "add": 0.01, "every": 16}
 ONCE = {"site": "backward", "target": "layers.3", "pattern": "scale", "factor": 1.5}
@@ -25,6 +26,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[int, str]]]] =
     "RECOMPUTE": ({"site": "reduction", "pattern": "nan", "step": 6}, {}, [(6, "RECOMPUTE")]),
     "HEAL, a weight": ({**FLIP, "rank": 1, "step": 7}, {"replicas_every": 1}, [(8, "HEAL")]),
     "HEAL, a moment": ({**MOMENT, "rank": 0, "step": 7}, {"replicas_every": 1}, [(8, "HEAL")]),
+    "HEAL, a weight that is NaN, before its vote": ({**FLIP_TO_NAN, "rank": 0, "step": 5}, {}, [(6, "HEAL")]),
+    "ROLLBACK, a weight that is NaN, before its vote": ({**FLIP_TO_NAN, "rank": 1, "step": 6}, {}, [(7, "ROLLBACK")]),
     "ROLLBACK, a weight in use for one step": ({**FLIP, "rank": 2, "step": 6}, {"audit_every": None}, [(8, "ROLLBACK")]),
     "ROLLBACK, a weight in use for many steps": (
         {**FLIP, "rank": 1, "step": 2}, {"replicas_every": 9, "audit_every": None}, [(8, "ROLLBACK")],
