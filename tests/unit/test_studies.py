@@ -14,8 +14,9 @@ pytest.importorskip("transformers")
 
 from unsilent.lab.faults import Fault
 from unsilent.lab.inject import Injector
+from unsilent.lab.rates import rate_of
 from unsilent.lab.studies.alpha import threshold_for
-from unsilent.lab.studies.alpha_tables import difference, rate_of
+from unsilent.lab.studies.alpha_tables import difference
 from unsilent.lab.studies.draws import draw, is_finite, is_gross, targets
 from unsilent.lab.studies.job import Job, Shape
 from unsilent.training.model import build_model, make_loss_fn

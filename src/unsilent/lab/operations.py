@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
+# A DTensor comes back with its local tensor; a FakeTensor, which DTensor's first use of an operation computes with, has none.
+_WITHOUT_VALUES = frozenset({"DTensor", "FakeTensor"})
 # Their schemas do not say that they return their input in another shape.
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
 
@@ -135,8 +137,8 @@ class _Mode(TorchDispatchMode):
         self._about, self._result = about, result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t.__name__ == "DTensor" for t in types):
-            return NotImplemented  # it comes back here with its local tensor
+        if any(t.__name__ in _WITHOUT_VALUES for t in types):
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         if _makes_values(func):
             place = self._about()

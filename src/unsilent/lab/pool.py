@@ -5,6 +5,7 @@ Workers leave by ``os._exit``: gloo with DDP aborts at a normal interpreter exit
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -158,6 +159,7 @@ def _work(rank: int, size: int, port: int, threads: int, environment: dict[str, 
     """One worker: join the group, then run what comes through the pipe until it closes."""
     os.environ.update(environment)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    faulthandler.enable()  # a rank that ends in native code says where it was
     import torch
     import torch.distributed as dist
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from unsilent.checks.update_rules import PRESETS, RULES
+from unsilent.lab.rates import HARMFUL, rate_of
 from unsilent.lab.studies.alpha import LASTING, Plan, needed, sustained_needed, threshold_for
 
-HARMFUL = 0.1
 TARGETS = (0.037, 0.005)
 BINS = (0.0, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5, math.inf)
 SENSITIVITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.2, 0.3, 0.5, 1.0)
@@ -235,16 +235,6 @@ def rate(flags: Any) -> dict[str, Any]:
     """How many of these are true, as a share with its 95 % interval."""
     flags = np.asarray(flags, dtype=bool)
     return rate_of(int(flags.sum()), len(flags))
-
-
-def rate_of(count: int, of: int) -> dict[str, Any]:
-    """``count`` of ``of`` as a share with its 95 % interval (Wilson's); the share of none is 0."""
-    if of == 0:
-        return {"count": 0, "of": 0, "share": 0.0, "interval": [0.0, 1.0]}
-    z, p = 1.959964, count / of
-    middle = (p + z * z / (2 * of)) / (1 + z * z / of)
-    half = z * math.sqrt(p * (1 - p) / of + z * z / (4 * of * of)) / (1 + z * z / of)
-    return {"count": count, "of": of, "share": p, "interval": [max(0.0, middle - half), min(1.0, middle + half)]}
 
 
 def difference(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
