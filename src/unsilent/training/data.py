@@ -27,16 +27,21 @@ _NOT_TEXT_OF_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packag
 
 
 def standard_library_text(limit: int = DEFAULT_LIMIT) -> bytes:
-    """Sources of this Python's own standard library in the order of their paths; no tests, no installed packages."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    """Sources of this Python's own standard library, one after another."""
     parts: list[bytes] = []
     size = 0
-    for path in sorted(_sources(root), key=lambda p: p.relative_to(root).as_posix()):
+    for path in standard_library_files().values():
         parts.append(path.read_bytes())
         size += len(parts[-1])
         if size >= limit:
             break
     return b"".join(parts)[:limit]
+
+
+def standard_library_files() -> dict[str, Path]:
+    """The files of it by their relative paths, in the order of those; no tests, no installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return dict(sorted((path.relative_to(root).as_posix(), path) for path in _sources(root)))
 
 
 def file_text(path: str | Path) -> bytes:
