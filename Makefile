@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help demo test lint bench study-alpha false-alarms gpu-check install clean
+.PHONY: help demo test lint bench study-alpha study-submodule study-step study-drift study-surface study-finetune fit-units study-bits study-norms study-latency false-alarms campaign-quick campaign-full gpu-check install clean
 
 help:
 	@echo "make demo          watch a 4-rank run lose a rank to a silent fault, name it, and repair the step"
@@ -14,7 +14,18 @@ help:
 	@echo "make lint          ruff, import contracts, types"
 	@echo "make bench         overhead and fingerprint benchmarks, into out/bench"
 	@echo "make study-alpha   what the update check catches at which sensitivity, into out/study-alpha (40 minutes)"
+	@echo "make study-submodule how often attention and FFN of a sick device err, into out/study-submodule (15 minutes)"
+	@echo "make study-step    how far a sick device leads one step astray, into out/study-step (5 minutes)"
+	@echo "make fit-units     fit the simulated sick units to stored figures; writes docs/results/units-fit.json (5 minutes)"
+	@echo "make study-drift   how far weights stray on every sick device, into out/study-drift (10 minutes)"
+	@echo "make study-surface whether the loss surface sets that or the fault, into out/study-surface (15 minutes)"
+	@echo "make study-finetune what a model tuned on a sick device is worth, into out/study-finetune (90 minutes)"
+	@echo "make study-bits    which flipped bit matters where in a step, into out/study-bits (10 minutes)"
+	@echo "make study-norms   whether outliers of gradient norms show a sick device, into out/study-norms (10 minutes)"
+	@echo "make study-latency corrupted steps kept before an audit finds a device, into out/study-latency (10 minutes)"
 	@echo "make false-alarms  many clean checks, counted, into out/false-alarms"
+	@echo "make campaign-quick  hundreds of guarded runs with one fault each, into out/campaign-quick (10 minutes)"
+	@echo "make campaign-full   thousands of them, into out/campaign-full (hours; stop it and start it again as you like)"
 	@echo "make gpu-check     what only a GPU can show; skipped with a notice where there is none"
 	@echo "make clean         remove .venv, out and caches"
 
@@ -52,8 +63,41 @@ bench: $(STAMP)
 study-alpha: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/unsilent study alpha --out out/study-alpha
 
+study-submodule: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent study submodule --out out/study-submodule
+
+study-step: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent study step --out out/study-step
+
+fit-units: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m unsilent.lab.units.fit --out docs/results/units-fit.json
+
+study-drift: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent study drift --out out/study-drift
+
+study-surface: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent study surface --out out/study-surface
+
+study-finetune: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent study finetune --out out/study-finetune
+
+study-bits: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent study bits --out out/study-bits
+
+study-norms: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent study norms --out out/study-norms
+
+study-latency: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent study latency --out out/study-latency
+
 false-alarms: $(STAMP)
 	@$(BIN)/python benchmarks/false_alarms_bench.py --out out/false-alarms
+
+campaign-quick: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent campaign campaigns/quick.toml --out out/campaign-quick
+
+campaign-full: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/unsilent campaign campaigns/full.toml --out out/campaign-full
 
 gpu-check: $(STAMP)
 	@$(BIN)/python benchmarks/gpu_check.py --out docs/results

@@ -557,6 +557,200 @@ def study_alpha(
         _print_json({"exit_code": EXIT_OK, **record})
 
 
+_Units = Annotated[str, typer.Option("--units", help="Numbers of simulated sick units, such as 1,10,11, or all.")]
+_Shape = Annotated[str, typer.Option(help="Widths of the model: small, small-wide, million.")]
+_Seed = Annotated[int, typer.Option(min=0, help="Of the weights, the text's order and the faults.")]
+
+
+@study_app.command("submodule")
+@_ends_well
+def study_submodule(
+    out: Annotated[Path, typer.Option(help="Where results go.")],
+    units: _Units = "1,10,11,2,3",
+    shape: _Shape = "small-wide",
+    seed: _Seed = 1,
+    steps: Annotated[int, typer.Option(help="Of each unit; a place with under 20 bursts gets its interval.")] = 600,
+    quick: Annotated[bool, typer.Option("--quick", help="8 steps, a minute; its figures mean nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """How often and by how much a sick device's attention and FFN err, beside a healthy one in lock step."""
+    from unsilent.lab.studies.llama import shape_of
+    from unsilent.lab.studies.submodule import run
+
+    steps = 8 if quick else steps
+    command = f"unsilent study submodule --units {units} --shape {shape} --seed {seed} --steps {steps} --out {out.name}"
+    record = run(out=out, units=_units_named(units), shape=shape_of(shape), seed=seed, steps=steps, quick=quick,
+                 command=command)  # fmt: skip
+    _print_goals(record)
+    print(f"page in {out / 'submodule.html'}, all figures in {out / 'submodule.json'}")
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **record})
+
+
+@study_app.command("step")
+@_ends_well
+def study_step(
+    out: Annotated[Path, typer.Option(help="Where results go.")],
+    units: _Units = "1,4,11,2,3",
+    shape: _Shape = "small-wide",
+    seed: _Seed = 1,
+    steps: Annotated[int, typer.Option(help="At each of two batch sizes.")] = 400,
+    quick: Annotated[bool, typer.Option("--quick", help="20 steps, under a minute; its figures mean nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """How far a sick device's gradient of one step is from the right one, at two numbers of tokens per step."""
+    from unsilent.lab.studies.llama import shape_of
+    from unsilent.lab.studies.step import run
+
+    steps = 20 if quick else steps
+    command = f"unsilent study step --units {units} --shape {shape} --seed {seed} --steps {steps} --out {out.name}"
+    record = run(out=out, units=_units_named(units), shape=shape_of(shape), seed=seed, steps=steps, quick=quick,
+                 command=command)  # fmt: skip
+    _print_goals(record)
+    print(f"page in {out / 'step.html'}, all figures in {out / 'step.json'}")
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **record})
+
+
+def _units_named(text: str) -> list[Any]:
+    """The units of ``1,10,11`` or of ``all``."""
+    from unsilent.lab.units import unit, units
+
+    if text == "all":
+        return list(units())
+    try:
+        return [unit(int(number)) for number in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--units {text!r} is neither 'all' nor a list of numbers such as 1,10,11") from error
+
+
+def _print_goals(record: dict[str, Any]) -> None:
+    for goal in record["goals"]:
+        print(f"{'met' if goal['met'] else 'NOT MET'}: {goal['goal']}: {goal['measured']}")
+
+
+@study_app.command("drift")
+@_ends_well
+def study_drift(
+    out: Annotated[Path, typer.Option(help="Where results go, and the runs that a later start goes on from.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A minute; its figures mean nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """How far weights stray from a healthy run's on every simulated sick unit, when nobody corrects them."""
+    from unsilent.lab.studies.drift_page import run
+
+    record = run(out=out, quick=quick, command=f"unsilent study drift{' --quick' if quick else ''} --out {out.name}")
+    _print_goals(record)
+    print(f"page in {out / 'drift.html'}, all figures in {out / 'drift.json'}")
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **record})
+
+
+@study_app.command("surface")
+@_ends_well
+def study_surface(
+    out: Annotated[Path, typer.Option(help="Where results go, and the runs that a later start goes on from.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A minute; its figures mean nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Whether the loss surface sets how fast weights drift, or the fault."""
+    from unsilent.lab.studies.surface_page import run
+
+    record = run(out=out, quick=quick, command=f"unsilent study surface{' --quick' if quick else ''} --out {out.name}")
+    print(record["answer"])
+    print(f"page in {out / 'surface.html'}, all figures in {out / 'surface.json'}")
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **record})
+
+
+@study_app.command("finetune")
+@_ends_well
+def study_finetune(
+    out: Annotated[Path, typer.Option(help="Where results go, and the runs that a later start goes on from.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A minute; its figures mean nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What a model is worth that was tuned for a task on a sick device."""
+    from unsilent.lab.studies.finetune_page import run
+
+    record = run(out=out, quick=quick, command=f"unsilent study finetune{' --quick' if quick else ''} --out {out.name}")
+    _print_goals(record)
+    print(f"page in {out / 'finetune.html'}, all figures in {out / 'finetune.json'}")
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **record})
+
+
+@study_app.command("bits")
+@_ends_well
+def study_bits(
+    out: Annotated[Path, typer.Option(help="Where results go, and the parts that a later start goes on from.")],
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute; its figures mean nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Which flipped bit matters, of which kernel, in which stage of a step."""
+    from unsilent.lab.studies.bits_page import lead, run
+
+    record = run(out=out, quick=quick, command=f"unsilent study bits{' --quick' if quick else ''} --out {out.name}")
+    print(lead(record))
+    print(f"page in {out / 'bits.html'}, all figures in {out / 'bits.json'}")
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **record})
+
+
+@study_app.command("norms")
+@_ends_well
+def study_norms(
+    out: Annotated[Path, typer.Option(help="Where results go, and the parts that a later start goes on from.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Half a minute; its figures mean nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Whether a rank whose gradient norm stands out is one whose device errs."""
+    from unsilent.lab.studies.norms_page import lead, run
+
+    record = run(out=out, quick=quick, command=f"unsilent study norms{' --quick' if quick else ''} --out {out.name}")
+    print(lead(record))
+    print(f"page in {out / 'norms.html'}, all figures in {out / 'norms.json'}")
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **record})
+
+
+@study_app.command("latency")
+@_ends_well
+def study_latency(
+    out: Annotated[Path, typer.Option(help="Where results go, and the parts that a later start goes on from.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Half a minute; its figures mean nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """How many corrupted steps are kept before an audit every K steps finds a sick device: formula and real guard."""
+    from unsilent.lab.studies.latency_page import lead, run
+
+    record = run(out=out, quick=quick, command=f"unsilent study latency{' --quick' if quick else ''} --out {out.name}")
+    print(lead(record))
+    print(f"page in {out / 'latency.html'}, all figures in {out / 'latency.json'}")
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **record})
+
+
+@app.command()
+@_ends_well
+def campaign(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file, such as campaigns/quick.toml.")],
+    out: Annotated[Path, typer.Option(help="Where trials and results go; a later start goes on from them.")],
+    only: Annotated[int | None, typer.Option(help="Run at most so many trials this time.", min=0)] = None,
+    minutes: Annotated[float | None, typer.Option(help="Begin no trial after so many minutes.", min=0)] = None,
+    as_json: Json = False,
+) -> None:
+    """Many short guarded runs with one simulated fault each: which faults are caught, at which site, by which checks."""
+    from unsilent.lab.campaign.page import lead
+    from unsilent.lab.campaign.report import run
+
+    record = run(spec=spec, out=out, only=only, minutes=minutes)
+    print(lead(record))
+    print(f"page in {out / 'campaign.html'}, all figures in {out / 'campaign.json'}, trials in {out / 'trials.csv'}")
+    if as_json:
+        _print_json({"exit_code": EXIT_OK, **record})
+
+
 @app.command()
 @_ends_well
 def doctor(

@@ -28,10 +28,16 @@ def test_each_is_known_here() -> None:
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} == set(WRITES)
 
 
+#: what another test runs whole already
+TESTED_ELSEWHERE = {"launch_repeat": "tests/ranks/test_launch.py runs the same launches, once each"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITES)
 def test_it_runs_small(name: str, tmp_path: Path) -> None:
-    if name in ("overhead_bench", "false_alarms_bench", "recovery_bench", "launch_repeat"):
+    if name in TESTED_ELSEWHERE:
+        pytest.skip(TESTED_ELSEWHERE[name])
+    if name in ("overhead_bench", "false_alarms_bench", "recovery_bench"):
         pytest.importorskip("transformers")
     # Imported by name and not by path, since the ranks that it starts import it too.
     result: Any = importlib.import_module(f"benchmarks.{name}").main(["--quick", "--out", str(tmp_path)])

@@ -34,7 +34,21 @@ NAMES: frozenset[str] = frozenset(
     }
 )
 COMMANDS: frozenset[str] = frozenset(
-    {"demo", "train", "exec", "approve", "report", "verify", "doctor", "ledger", "study", "replay", "recheck", "launch"}
+    {
+        "demo",
+        "train",
+        "exec",
+        "approve",
+        "report",
+        "verify",
+        "doctor",
+        "ledger",
+        "study",
+        "replay",
+        "recheck",
+        "launch",
+        "campaign",
+    }
 )
 
 
