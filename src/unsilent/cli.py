@@ -546,7 +546,7 @@ def study_alpha(
     as_json: Json = False,
 ) -> None:
     """Which sensitivity of the update check catches which faults, with how many false alarms, for each rule."""
-    from unsilent.lab.studies.alpha_report import run
+    from unsilent.lab.studies.alpha.page import run
 
     command = f"unsilent study alpha --preset {preset}{' --quick' if quick else ''} --out {out.name}"
     record = run(out=out, preset=preset, shorter=quick, command=command)
@@ -575,7 +575,7 @@ def study_submodule(
 ) -> None:
     """How often and by how much a sick device's attention and FFN err, beside a healthy one in lock step."""
     from unsilent.lab.studies.llama import shape_of
-    from unsilent.lab.studies.submodule import run
+    from unsilent.lab.studies.submodule.study import run
 
     steps = 8 if quick else steps
     command = f"unsilent study submodule --units {units} --shape {shape} --seed {seed} --steps {steps} --out {out.name}"
@@ -600,7 +600,7 @@ def study_step(
 ) -> None:
     """How far a sick device's gradient of one step is from the right one, at two numbers of tokens per step."""
     from unsilent.lab.studies.llama import shape_of
-    from unsilent.lab.studies.step import run
+    from unsilent.lab.studies.step.study import run
 
     steps = 20 if quick else steps
     command = f"unsilent study step --units {units} --shape {shape} --seed {seed} --steps {steps} --out {out.name}"
@@ -637,7 +637,7 @@ def study_drift(
     as_json: Json = False,
 ) -> None:
     """How far weights stray from a healthy run's on every simulated sick unit, when nobody corrects them."""
-    from unsilent.lab.studies.drift_page import run
+    from unsilent.lab.studies.drift.page import run
 
     record = run(out=out, quick=quick, command=f"unsilent study drift{' --quick' if quick else ''} --out {out.name}")
     _print_goals(record)
@@ -654,7 +654,7 @@ def study_surface(
     as_json: Json = False,
 ) -> None:
     """Whether the loss surface sets how fast weights drift, or the fault."""
-    from unsilent.lab.studies.surface_page import run
+    from unsilent.lab.studies.surface.page import run
 
     record = run(out=out, quick=quick, command=f"unsilent study surface{' --quick' if quick else ''} --out {out.name}")
     print(record["answer"])
@@ -671,7 +671,7 @@ def study_finetune(
     as_json: Json = False,
 ) -> None:
     """What a model is worth that was tuned for a task on a sick device."""
-    from unsilent.lab.studies.finetune_page import run
+    from unsilent.lab.studies.finetune.page import run
 
     record = run(out=out, quick=quick, command=f"unsilent study finetune{' --quick' if quick else ''} --out {out.name}")
     _print_goals(record)
@@ -688,7 +688,7 @@ def study_bits(
     as_json: Json = False,
 ) -> None:
     """Which flipped bit matters, of which kernel, in which stage of a step."""
-    from unsilent.lab.studies.bits_page import lead, run
+    from unsilent.lab.studies.bits.page import lead, run
 
     record = run(out=out, quick=quick, command=f"unsilent study bits{' --quick' if quick else ''} --out {out.name}")
     print(lead(record))
@@ -705,7 +705,7 @@ def study_norms(
     as_json: Json = False,
 ) -> None:
     """Whether a rank whose gradient norm stands out is one whose device errs."""
-    from unsilent.lab.studies.norms_page import lead, run
+    from unsilent.lab.studies.norms.page import lead, run
 
     record = run(out=out, quick=quick, command=f"unsilent study norms{' --quick' if quick else ''} --out {out.name}")
     print(lead(record))
@@ -722,7 +722,7 @@ def study_latency(
     as_json: Json = False,
 ) -> None:
     """How many corrupted steps are kept before an audit every K steps finds a sick device: formula and real guard."""
-    from unsilent.lab.studies.latency_page import lead, run
+    from unsilent.lab.studies.latency.page import lead, run
 
     record = run(out=out, quick=quick, command=f"unsilent study latency{' --quick' if quick else ''} --out {out.name}")
     print(lead(record))

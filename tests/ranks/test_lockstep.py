@@ -15,10 +15,10 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from unsilent.lab.pool import RankPool
-from unsilent.lab.studies import submodule
 from unsilent.lab.studies.llama import Llama, Shape, loss_of
-from unsilent.lab.studies.lockstep import GROUP, Comparison, Run, Tap, bits_differ, parallelize, run_rank
-from unsilent.lab.studies.lockstep_readings import WEIGHTS, Readings
+from unsilent.lab.studies.submodule import study as submodule
+from unsilent.lab.studies.submodule.lockstep import GROUP, Comparison, Run, Tap, bits_differ, parallelize, run_rank
+from unsilent.lab.studies.submodule.readings import WEIGHTS, Readings
 from unsilent.lab.units import HEALTHY, PLACES, unit
 
 SHAPE = Shape(name="tiny", hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, samples=2, length=8)

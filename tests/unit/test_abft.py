@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from unsilent.lab.studies.abft import UNIT_ROUNDOFF, largest_residual
+from unsilent.lab.studies.submodule.abft import UNIT_ROUNDOFF, largest_residual
 
 
 def product(*, rows: int = 32, inner: int = 24, columns: int = 64, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 from unsilent.lab.faults import Fault
 from unsilent.lab.inject import Injector
 from unsilent.lab.rates import rate_of
-from unsilent.lab.studies.alpha import threshold_for
-from unsilent.lab.studies.alpha_tables import difference
+from unsilent.lab.studies.alpha.study import threshold_for
+from unsilent.lab.studies.alpha.tables import difference
 from unsilent.lab.studies.draws import draw, is_finite, is_gross, targets
 from unsilent.lab.studies.job import Job, Shape
 from unsilent.training.model import build_model, make_loss_fn
@@ -142,7 +142,7 @@ def test_a_threshold_keeps_the_false_alarms_of_its_own_seed_within_the_target() 
         "sizes": np.full(6, 4),
         "about": {},
     }
-    from unsilent.lab.studies.alpha import needed
+    from unsilent.lab.studies.alpha.study import needed
 
     threshold = threshold_for("robust", clean, 0.037, skip=60)
     share = float((needed("robust", clean)[0][60:].min(axis=1) <= threshold).mean())

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from unsilent.lab.studies.bits import QUICK, Bench, Flip, flip_bit, study
-from unsilent.lab.studies.bits_tables import (
+from unsilent.lab.studies.bits.study import QUICK, Bench, Flip, flip_bit, study
+from unsilent.lab.studies.bits.tables import (
     BITS,
     CLASSES,
     EFFECTS,
@@ -125,7 +125,7 @@ def test_harmful_bits_are_given_as_ranges() -> None:
 
 
 def test_the_trained_state_is_kept_and_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unsilent.lab.studies.bits.STAGES", (UPDATE,))
+    monkeypatch.setattr("unsilent.lab.studies.bits.study.STAGES", (UPDATE,))
     first = study(PLAN, tmp_path)
     monkeypatch.setattr(Bench, "train", lambda self, advance: pytest.fail("trained again"))
     (tmp_path / "parts" / "trials.npz").unlink()

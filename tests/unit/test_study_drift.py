@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from unsilent.errors import UsageError
-from unsilent.lab.studies.drift import Plan, apart, follow, frequency
-from unsilent.lab.studies.drift_tables import rates, tables
+from unsilent.lab.studies.drift.study import Plan, apart, follow, frequency
+from unsilent.lab.studies.drift.tables import rates, tables
 from unsilent.lab.studies.free_run import BACK, EVERY, FreeRun, OnceOneElement, Setup
 from unsilent.lab.studies.llama import Shape
 from unsilent.lab.studies.parts import Parts
@@ -124,7 +124,7 @@ def test_goals_say_what_was_measured_and_whether_it_is_met() -> None:
 
 
 def test_a_study_goes_on_with_the_runs_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unsilent.lab.studies.drift.standard_library_text", lambda: TEXT)
+    monkeypatch.setattr("unsilent.lab.studies.drift.study.standard_library_text", lambda: TEXT)
     sick = Unit(number=1, forward_ffn=Rate(chance=1.0, share=0.2))
     first = follow(Plan(setup=SETUP, units=(sick,), late=3), tmp_path)
     assert np.array_equal(first["again"]["difference"], np.zeros(6)) and (first["unit-1"]["difference"] > 0).all()

@@ -11,11 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from unsilent.errors import UsageError
-from unsilent.lab.studies.finetune import Plan, Task, batches, scores, tune_all
-from unsilent.lab.studies.finetune_tables import chosen, spikes, tables
-from unsilent.lab.studies.free_run import Setup
-from unsilent.lab.studies.llama import Llama, Shape
-from unsilent.lab.studies.questions import (
+from unsilent.lab.studies.finetune.questions import (
     TASKS,
     Library,
     Question,
@@ -27,6 +23,10 @@ from unsilent.lab.studies.questions import (
     make_questions,
     next_lines,
 )
+from unsilent.lab.studies.finetune.study import Plan, Task, batches, scores, tune_all
+from unsilent.lab.studies.finetune.tables import chosen, spikes, tables
+from unsilent.lab.studies.free_run import Setup
+from unsilent.lab.studies.llama import Llama, Shape
 from unsilent.lab.units import Rate, Unit
 
 SHAPE = Shape(name="least", hidden=16, layers=1, heads=2, kv_heads=1, ffn=24, samples=2, length=32)
@@ -143,7 +143,7 @@ def test_tables_count_lost_scores_as_wrong_and_as_disagreement() -> None:
 def test_a_tuning_on_a_sick_device_differs_from_a_healthy_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Library
 ) -> None:
-    monkeypatch.setattr("unsilent.lab.studies.finetune.library", lambda: source)
+    monkeypatch.setattr("unsilent.lab.studies.finetune.study.library", lambda: source)
     sick = Unit(number=6, forward_ffn=Rate(chance=1.0, share=0.5), backward_ffn=Rate(chance=1.0, share=0.5))
     plan = Plan(
         pretraining=Setup(shape=SHAPE, steps=2),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from unsilent.lab.studies.latency import Found, mean_of, measured
-from unsilent.lab.studies.latency_formula import Setting, expected, median_steps, simulated
+from unsilent.lab.studies.latency.formula import Setting, expected, median_steps, simulated
+from unsilent.lab.studies.latency.study import Found, mean_of, measured
 
 SETTINGS = [
     Setting(period=period, rate=rate, audits_too=too)

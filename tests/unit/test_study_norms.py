@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from unsilent.lab.studies.norms import KINDS, QUICK, measure, study
-from unsilent.lab.studies.norms_tables import scores, tables
+from unsilent.lab.studies.norms.study import KINDS, QUICK, measure, study
+from unsilent.lab.studies.norms.tables import scores, tables
 
 
 def test_a_score_is_the_distance_from_the_median_in_median_deviations() -> None:

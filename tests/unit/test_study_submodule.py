@@ -15,14 +15,17 @@ from typer.testing import CliRunner
 from unsilent.cli import app
 from unsilent.errors import UsageError
 from unsilent.lab.rates import poisson_interval
-from unsilent.lab.studies import step, step_page, submodule, submodule_page
 from unsilent.lab.studies.llama import SHAPES, Shape
-from unsilent.lab.studies.lockstep_readings import Readings, bin_edges, quantile
-from unsilent.lab.studies.step import noise_to_signal
-from unsilent.lab.studies.step_tables import goals as step_goals
-from unsilent.lab.studies.step_tables import standing
-from unsilent.lab.studies.step_tables import unit_figures as step_figures
-from unsilent.lab.studies.submodule_tables import STORED, goals, unit_figures
+from unsilent.lab.studies.step import page as step_page
+from unsilent.lab.studies.step import study as step
+from unsilent.lab.studies.step.study import noise_to_signal
+from unsilent.lab.studies.step.tables import goals as step_goals
+from unsilent.lab.studies.step.tables import standing
+from unsilent.lab.studies.step.tables import unit_figures as step_figures
+from unsilent.lab.studies.submodule import page as submodule_page
+from unsilent.lab.studies.submodule import study as submodule
+from unsilent.lab.studies.submodule.readings import Readings, bin_edges, quantile
+from unsilent.lab.studies.submodule.tables import STORED, goals, unit_figures
 from unsilent.lab.units import HEALTHY, PLACES, unit
 from unsilent.lab.units.fit import corrected, log_row
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from unsilent.lab.studies.llama import Llama, Shape, loss_of
-from unsilent.lab.studies.sharpness import Surface, largest_eigenvalue
-from unsilent.lab.studies.surface_tables import answer, rank_correlation, tables, variance
+from unsilent.lab.studies.surface.sharpness import Surface, largest_eigenvalue
+from unsilent.lab.studies.surface.tables import answer, rank_correlation, tables, variance
 
 SHAPE = Shape(name="least", hidden=4, layers=1, heads=1, kv_heads=1, ffn=6, vocabulary=8, samples=2, length=6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 HARMFUL = 0.1
@@ -25,6 +26,12 @@ def wilson(count: int, of: int) -> tuple[float, float]:
 def rate_of(count: int, of: int) -> dict[str, Any]:
     """``count`` of ``of`` as a share with its 95 % interval; the share of none is 0."""
     return {"count": count, "of": of, "share": count / of if of else 0.0, "interval": list(wilson(count, of))}
+
+
+def rate(flags: Iterable[Any]) -> dict[str, Any]:
+    """How many of these are true, as :func:`rate_of`."""
+    each = [bool(flag) for flag in flags]
+    return rate_of(sum(each), len(each))
 
 
 def poisson_interval(count: int) -> tuple[float, float]:

@@ -21,11 +21,11 @@ from unsilent.lab.page import conditions
 from unsilent.lab.pool import RankPool
 from unsilent.lab.progress import progress
 from unsilent.lab.studies.llama import shape_of
-from unsilent.lab.studies.lockstep import GROUP, RANKS, Run
-from unsilent.lab.studies.step import noise_to_signal
-from unsilent.lab.studies.step_tables import STORED as STORED_NOISE
-from unsilent.lab.studies.submodule import run_unit
-from unsilent.lab.studies.submodule_tables import STORED, unit_figures
+from unsilent.lab.studies.step.study import noise_to_signal
+from unsilent.lab.studies.step.tables import STORED as STORED_NOISE
+from unsilent.lab.studies.submodule.lockstep import GROUP, RANKS, Run
+from unsilent.lab.studies.submodule.study import run_unit
+from unsilent.lab.studies.submodule.tables import STORED, unit_figures
 from unsilent.lab.units import PLACES, Unit, law, unit
 
 UNITS, BULK_UNIT = (1, 10, 11), 11

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from unsilent.checks.update_rules import PRESETS, RULES
-from unsilent.lab.rates import HARMFUL, rate_of
-from unsilent.lab.studies.alpha import LASTING, Plan, needed, sustained_needed, threshold_for
+from unsilent.lab.rates import HARMFUL, rate, rate_of
+from unsilent.lab.studies.alpha.study import LASTING, Plan, needed, sustained_needed, threshold_for
 
 TARGETS = (0.037, 0.005)
 BINS = (0.0, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5, math.inf)
@@ -226,15 +226,6 @@ def _goals(rules: dict[str, Any]) -> list[dict[str, Any]]:
             "met": not worse,
         })  # fmt: skip
     return goals
-
-
-# ---- rates -----------------------------------------------------------------------------------------------------------
-
-
-def rate(flags: Any) -> dict[str, Any]:
-    """How many of these are true, as a share with its 95 % interval."""
-    flags = np.asarray(flags, dtype=bool)
-    return rate_of(int(flags.sum()), len(flags))
 
 
 def difference(values: Sequence[float] | np.ndarray) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from unsilent.lab.page import Page, Part, beside, conditions, pyplot, svg
 from unsilent.lab.rates import HARMFUL
-from unsilent.lab.studies.bits import QUICK, Plan, study
-from unsilent.lab.studies.bits_tables import (
+from unsilent.lab.studies.bits.study import QUICK, Plan, study
+from unsilent.lab.studies.bits.tables import (
     BITS,
     CLASSES,
     GROUPS,

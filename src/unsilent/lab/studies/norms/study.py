@@ -23,7 +23,7 @@ from unsilent.lab.inject import Injector
 from unsilent.lab.progress import progress
 from unsilent.lab.studies.draws import Target, draw, targets
 from unsilent.lab.studies.job import Job, Shape, State
-from unsilent.lab.studies.norms_tables import Array
+from unsilent.lab.studies.norms.tables import Array
 from unsilent.lab.studies.parts import Parts
 from unsilent.training.presets import TINY, Preset
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unsilent.lab.studies.drift_tables import rates
+from unsilent.lab.studies.drift.tables import rates
 
 Array = npt.NDArray[np.float64]
 

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 
 from unsilent.lab.progress import progress
-from unsilent.lab.studies.drift import name_of
+from unsilent.lab.studies.drift.study import name_of
+from unsilent.lab.studies.finetune.questions import Library, Question, answers, guess, library, make_questions
 from unsilent.lab.studies.free_run import BETAS, CLIP, EPS, WEIGHT_DECAY, Device, FreeRun, HealthyDevice, Setup, flatten
 from unsilent.lab.studies.llama import Llama, shape_of
 from unsilent.lab.studies.parts import Parts, Piece
-from unsilent.lab.studies.questions import Library, Question, answers, guess, library, make_questions
 from unsilent.lab.units import Unit, law, unit
 from unsilent.lab.units.device import SickDevice
 from unsilent.training.rate import rate

@@ -29,8 +29,8 @@ from unsilent.errors import UsageError
 from unsilent.lab.page import conditions
 from unsilent.lab.progress import progress
 from unsilent.lab.studies.llama import Llama, Shape, loss_of
-from unsilent.lab.studies.step_page import page
-from unsilent.lab.studies.step_tables import PROBE_NUMBER, goals, unit_figures
+from unsilent.lab.studies.step.page import page
+from unsilent.lab.studies.step.tables import PROBE_NUMBER, goals, unit_figures
 from unsilent.lab.units import Rate, Unit
 from unsilent.lab.units.device import SickDevice
 from unsilent.training.data import TextData, standard_library_text

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unsilent.lab.studies.alpha_tables import rate
+from unsilent.lab.rates import rate
 
 Array = npt.NDArray[np.float64]
 

@@ -35,9 +35,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from unsilent.determinism import Kernels, running_with
 from unsilent.fingerprints import sums
-from unsilent.lab.studies.abft import largest_residual
 from unsilent.lab.studies.llama import Llama, Shape, loss_of
-from unsilent.lab.studies.lockstep_readings import WEIGHTS, Readings
+from unsilent.lab.studies.submodule.abft import largest_residual
+from unsilent.lab.studies.submodule.readings import WEIGHTS, Readings
 from unsilent.lab.units import HEALTHY, PLACES, Unit
 from unsilent.lab.units.device import SickDevice
 from unsilent.training.data import TextData, standard_library_text

@@ -7,8 +7,8 @@ from typing import Any
 
 from unsilent.lab.page import Page, Part, beside, conditions, pyplot, svg
 from unsilent.lab.rates import HARMFUL
-from unsilent.lab.studies.norms import ACTIVATION, BACKWARD, KINDS, QUICK, Plan, study
-from unsilent.lab.studies.norms_tables import MARGIN, tables
+from unsilent.lab.studies.norms.study import ACTIVATION, BACKWARD, KINDS, QUICK, Plan, study
+from unsilent.lab.studies.norms.tables import MARGIN, tables
 from unsilent.lab.studies.parts import write_figures
 
 

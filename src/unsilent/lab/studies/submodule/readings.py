@@ -32,7 +32,7 @@ class Readings:
         not_finite: those among them whose severity |y − y*|/|y*| is not finite, int64.
         severity, worst: sum and maximum of all other severities, fp64.
         histogram: how many of these fall in each bin, int64[places, bins]; the outer bins hold what lies beyond them.
-        abft: the largest residual of :mod:`unsilent.lab.studies.abft`, fp64.
+        abft: the largest residual of :mod:`unsilent.lab.studies.submodule.abft`, fp64.
         prints: fingerprints, int64[steps, layers, places, 2].
         weights: elements of weight gradients that differ, int64[steps, WEIGHTS].
         elements: of the tensor at each place, int64[places]; ``weight_elements``, int64[WEIGHTS], of the gradients.

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unsilent.lab.page import Page, Part, beside, conditions, pyplot, svg
-from unsilent.lab.studies.drift import EVALUATE_EVERY, follow, frequency, name_of, plan
-from unsilent.lab.studies.drift_tables import FIT, SATURATED, tables
+from unsilent.lab.studies.drift.study import EVALUATE_EVERY, follow, frequency, name_of, plan
+from unsilent.lab.studies.drift.tables import FIT, SATURATED, tables
 from unsilent.lab.studies.parts import Piece, write_figures
 from unsilent.lab.units import unit
 

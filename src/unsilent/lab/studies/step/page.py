@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unsilent.lab.page import Page, Part, beside, pyplot, svg
-from unsilent.lab.studies.step_tables import CONSISTENT_FACTOR, LAW_FACTOR, STORED, name_of, standing
+from unsilent.lab.studies.step.tables import CONSISTENT_FACTOR, LAW_FACTOR, STORED, name_of, standing
 
 
 def page(record: dict[str, Any]) -> Page:

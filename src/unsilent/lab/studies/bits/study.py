@@ -24,7 +24,7 @@ from unsilent.errors import UsageError
 from unsilent.lab.faults import Fault
 from unsilent.lab.inject import Injector
 from unsilent.lab.progress import progress
-from unsilent.lab.studies.bits_tables import BITS, EFFECTS, KERNELS, MOMENTS, PLACES, STAGES, UPDATE, Trials
+from unsilent.lab.studies.bits.tables import BITS, EFFECTS, KERNELS, MOMENTS, PLACES, STAGES, UPDATE, Trials
 from unsilent.lab.studies.job import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY
 from unsilent.lab.studies.llama import SHAPES, Attention, Llama, Shape, loss_of
 from unsilent.lab.studies.parts import Parts
@@ -196,7 +196,7 @@ class Bench:
 
 
 def study(plan: Plan, out: Path) -> Trials:
-    """All trials: per flip its place (``stage``, ``kernel``, ``bit``) and what it changed (``bits_tables.EFFECTS``), and of
+    """All trials: per flip its place (``stage``, ``kernel``, ``bit``) and what it changed (``tables.EFFECTS``), and of
     the steps without a flip ``clean_norm`` and ``clean_loss``.
 
     The trained state and the trials are kept in OUT and taken from there by a later start with the same plan.

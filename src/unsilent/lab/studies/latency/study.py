@@ -22,7 +22,7 @@ from unsilent.lab.faults import Fault
 from unsilent.lab.inject import Injector
 from unsilent.lab.pool import RankPool
 from unsilent.lab.progress import progress
-from unsilent.lab.studies.latency_formula import Setting, expected, simulated
+from unsilent.lab.studies.latency.formula import Setting, expected, simulated
 from unsilent.lab.studies.parts import Parts
 
 RANKS, WARM_UP = 3, 4  # by then the guard has calibrated itself, which takes an audit of its own

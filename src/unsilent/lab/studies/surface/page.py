@@ -10,8 +10,8 @@ from typing import Any
 from unsilent.lab.page import Page, Part, beside, conditions, pyplot, svg
 from unsilent.lab.studies.free_run import BACK, EVERY
 from unsilent.lab.studies.parts import write_figures
-from unsilent.lab.studies.surface import SAMPLES, plan, survey
-from unsilent.lab.studies.surface_tables import tables
+from unsilent.lab.studies.surface.study import SAMPLES, plan, survey
+from unsilent.lab.studies.surface.tables import tables
 
 MARKS = "osD^v<>"
 CALLED = {"growth": "growth per step before saturation", "slope": "slope of |Δw| after saturation",

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from unsilent.lab.progress import progress
-from unsilent.lab.studies.drift import Case, healthy_run, name_of, run_beside
+from unsilent.lab.studies.drift.study import Case, healthy_run, name_of, run_beside
 from unsilent.lab.studies.free_run import FreeRun, Setup
 from unsilent.lab.studies.llama import shape_of
 from unsilent.lab.studies.parts import Parts, Piece
-from unsilent.lab.studies.sharpness import Surface
+from unsilent.lab.studies.surface.sharpness import Surface
 from unsilent.lab.units import Unit, unit
 from unsilent.training.data import standard_library_text
 

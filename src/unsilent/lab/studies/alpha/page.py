@@ -12,8 +12,8 @@ from typing import Any
 
 from unsilent.errors import UsageError
 from unsilent.lab.rates import HARMFUL
-from unsilent.lab.studies.alpha import LASTING, PLANS, Study, quick
-from unsilent.lab.studies.alpha_tables import SEED_TABLE, TARGETS, tables
+from unsilent.lab.studies.alpha.study import LASTING, PLANS, Study, quick
+from unsilent.lab.studies.alpha.tables import SEED_TABLE, TARGETS, tables
 
 CLAIM = (0.037, 0.82)  # (false alarms, detection) that the text retelling the published rule claims at α = 0.05
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from unsilent.lab.page import Page, Part, beside, conditions, pyplot, svg
-from unsilent.lab.studies.latency import FULL, QUICK, RANKS, study
-from unsilent.lab.studies.latency_formula import Setting, expected
+from unsilent.lab.studies.latency.formula import Setting, expected
+from unsilent.lab.studies.latency.study import FULL, QUICK, RANKS, study
 from unsilent.lab.studies.parts import write_figures
 
 _RATES = (1.0, 0.3, 0.1, 0.01)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from unsilent.lab.page import Page, Part, beside, conditions, pyplot, svg
-from unsilent.lab.studies.finetune import plan, tune_all
-from unsilent.lab.studies.finetune_tables import CHANCE, SPIKE, WINDOW, spikes, tables, words
+from unsilent.lab.studies.finetune.study import plan, tune_all
+from unsilent.lab.studies.finetune.tables import CHANCE, SPIKE, WINDOW, spikes, tables, words
 from unsilent.lab.studies.parts import Piece, write_figures
 
 # Accuracy and disagreement with the healthy run, in percent, as the study of real devices states them.

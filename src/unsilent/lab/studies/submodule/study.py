@@ -18,10 +18,10 @@ from unsilent.lab.page import conditions
 from unsilent.lab.pool import PoolDied, RankPool
 from unsilent.lab.progress import progress
 from unsilent.lab.studies.llama import Shape
-from unsilent.lab.studies.lockstep import GROUP, RANKS, Run, run_rank
-from unsilent.lab.studies.lockstep_readings import Readings
-from unsilent.lab.studies.submodule_page import page
-from unsilent.lab.studies.submodule_tables import goals, unit_figures
+from unsilent.lab.studies.submodule.lockstep import GROUP, RANKS, Run, run_rank
+from unsilent.lab.studies.submodule.page import page
+from unsilent.lab.studies.submodule.readings import Readings
+from unsilent.lab.studies.submodule.tables import goals, unit_figures
 from unsilent.lab.units import HEALTHY, Unit
 
 SECONDS_PER_STEP = 5.0  # after which a run is taken to hang: twenty times what a step needs

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from unsilent.lab.rates import poisson_interval
-from unsilent.lab.studies.lockstep_readings import WEIGHTS, Readings, quantile
+from unsilent.lab.studies.submodule.readings import WEIGHTS, Readings, quantile
 from unsilent.lab.units import COUNT, PLACES, Unit
 
 STORED: dict[int, tuple[float, ...]] = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unsilent.lab.page import Page, Part, beside, pyplot, svg
-from unsilent.lab.studies.submodule_tables import ENOUGH, FACTOR, QUANTILES, STORED, name_of
+from unsilent.lab.studies.submodule.tables import ENOUGH, FACTOR, QUANTILES, STORED, name_of
 from unsilent.lab.units import PLACES
 
 _COLOURS = dict(zip(PLACES, ("tab:blue", "tab:green", "tab:red", "tab:orange"), strict=True))

@@ -1,0 +1,1 @@
+"""``unsilent study alpha``: what is run, what it amounts to, and how it is told."""

@@ -1,0 +1,1 @@
+"""``unsilent study surface``: what is run, what it amounts to, and how it is told."""
