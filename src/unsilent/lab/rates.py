@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 HARMFUL = 0.1
@@ -28,8 +27,8 @@ def rate_of(count: int, of: int) -> dict[str, Any]:
     return {"count": count, "of": of, "share": count / of if of else 0.0, "interval": list(wilson(count, of))}
 
 
-def rate(flags: Iterable[Any]) -> dict[str, Any]:
-    """How many of these are true, as :func:`rate_of`."""
+def rate(flags: Any) -> dict[str, Any]:
+    """How many of these flags (any sequence of them) are true, as :func:`rate_of`."""
     each = [bool(flag) for flag in flags]
     return rate_of(sum(each), len(each))
 
