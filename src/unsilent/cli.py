@@ -578,7 +578,10 @@ def study_submodule(
     from unsilent.lab.studies.submodule.study import run
 
     steps = 8 if quick else steps
-    command = f"unsilent study submodule --units {units} --shape {shape} --seed {seed} --steps {steps} --out {out.name}"
+    command = (
+        f"unsilent study submodule --units {units} --shape {shape} --seed {seed} "
+        f"{'--quick' if quick else f'--steps {steps}'} --out {out.name}"
+    )
     record = run(out=out, units=_units_named(units), shape=shape_of(shape), seed=seed, steps=steps, quick=quick,
                  command=command)  # fmt: skip
     _print_goals(record)
@@ -603,7 +606,10 @@ def study_step(
     from unsilent.lab.studies.step.study import run
 
     steps = 20 if quick else steps
-    command = f"unsilent study step --units {units} --shape {shape} --seed {seed} --steps {steps} --out {out.name}"
+    command = (
+        f"unsilent study step --units {units} --shape {shape} --seed {seed} "
+        f"{'--quick' if quick else f'--steps {steps}'} --out {out.name}"
+    )
     record = run(out=out, units=_units_named(units), shape=shape_of(shape), seed=seed, steps=steps, quick=quick,
                  command=command)  # fmt: skip
     _print_goals(record)

@@ -181,7 +181,7 @@ class Inquiry:
             if (failed := self._vote(moment, evidence)) is not None:
                 return [failed]
             if state := _of_state(self.find_votes(evidence.get("replicas", ()), evidence)):
-                return state
+                return state  # counters ride in every step's vector, and are judged above
         if not findings and "audit" in evidence and "audits" not in evidence:
             findings = self._settle(list(evidence["audit"]), moment, losses, evidence, alarms={})
         if not findings and not voted and unlike:

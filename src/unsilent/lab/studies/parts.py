@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
+import zipfile
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,14 @@ class Parts:
     """Pieces by name, in files under ``folder``.
 
     Args:
-        made_with: everything that the pieces depend on; a piece that was made with anything else counts as absent.
+        made_with: what the pieces depend on besides the code and the versions of torch and Python; a piece that was made with
+            anything else counts as absent.
     """
 
     def __init__(self, folder: Path, made_with: object) -> None:
-        self._folder, self._made_with = folder, repr(made_with)
+        # Bits depend on torch, and texts and questions are made of this Python's own library.
+        versions = (version("torch"), platform.python_version())
+        self._folder, self._made_with = folder, repr((versions, made_with))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -32,9 +38,9 @@ class Parts:
     def get(self, name: str) -> Piece | None:
         """The piece, None if it is not there yet."""
         try:
-            with np.load(self._path(name), allow_pickle=False) as file:
+            with self._path(name).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 piece = {key: file[key] for key in file.files}
-        except (OSError, ValueError, EOFError):
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
             return None
         return piece if str(piece.pop("made_with", "")) == self._made_with else None
 

@@ -48,6 +48,12 @@ class Example:
     indent: str
     answer: str
 
+    @property
+    def line(self) -> str:
+        """The line of the source that the answer is, or completes, without indentation."""
+        begun = self.context[self.context.rfind("\n") + 1 :]
+        return (begun + self.answer).strip()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
@@ -59,6 +65,10 @@ class Library:
     def training_text(self) -> bytes:
         """All files for training, one after another."""
         return "".join(self.training.values()).encode()
+
+    def training_lines(self) -> frozenset[str]:
+        """All lines of the files for training, without indentation: what a model has read in pre-training."""
+        return frozenset(line.strip() for text in self.training.values() for line in text.splitlines())
 
 
 def library() -> Library:
@@ -99,18 +109,18 @@ TASKS: dict[str, Callable[[str, str], Iterator[Example]]] = {"next-line": next_l
 
 
 def make_questions(
-    task: str, sources: dict[str, str], count: int, *, seed: int, known: frozenset[str] = frozenset()
+    task: str, sources: dict[str, str], count: int, *, seed: int, read: frozenset[str] = frozenset()
 ) -> list[Question]:
     """``count`` questions, the same ones for the same seed.
 
     Args:
-        known: right answers that none of these may have.
+        read: lines that a model has read; no question's answer, or the line that it completes, is one of them.
 
     Raises:
         UsageError: the sources do not have as many.
     """
     draw = random.Random(f"{task} {seed}")
-    examples = _examples(task, sources, count, draw, known)
+    examples = _examples(task, sources, count, draw, read)
     if len(examples) < count or len({example.file for example in examples}) < OPTIONS:
         raise UsageError(f"the {len(sources)} files make {len(examples)} questions for the task {task}, not {count}")
     return [_question(example, examples, draw) for example in examples]
@@ -139,7 +149,7 @@ def _windows(text: str, size: int) -> Iterator[list[str]]:
 
 
 def _examples(
-    task: str, sources: dict[str, str], count: int, draw: random.Random, known: frozenset[str]
+    task: str, sources: dict[str, str], count: int, draw: random.Random, read: frozenset[str]
 ) -> list[Example]:
     """Up to ``count``, from files in a drawn order, no answer twice."""
     most = max(1, min(MOST_PER_FILE, count // FEWEST_FILES))
@@ -149,7 +159,7 @@ def _examples(
     for file in files:
         its = [example for example in TASKS[task](file, sources[file]) if _is_fit(example)]
         draw.shuffle(its)
-        new = [example for example in its if example.answer not in known and example.answer not in found]
+        new = [example for example in its if example.line not in read and example.answer not in found]
         found |= {example.answer: example for example in new[:most]}
         if len(found) >= count:
             break

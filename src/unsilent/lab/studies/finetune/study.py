@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from unsilent.lab.progress import progress
 from unsilent.lab.studies.drift.study import name_of
-from unsilent.lab.studies.finetune.questions import Library, Question, answers, guess, library, make_questions
+from unsilent.lab.studies.finetune.questions import Library, Question, guess, library, make_questions
 from unsilent.lab.studies.free_run import BETAS, CLIP, EPS, WEIGHT_DECAY, Device, FreeRun, HealthyDevice, Setup, flatten
 from unsilent.lab.studies.llama import Llama, shape_of
 from unsilent.lab.studies.parts import Parts, Piece
@@ -120,7 +120,7 @@ def _pretrain(setup: Setup, source: Library) -> Piece:
 def _tune_for(task: Task, plan: Plan, start: torch.Tensor, source: Library, folder: Path) -> dict[str, Piece]:
     """All runs of one task."""
     questions = make_questions(task.name, source.training, task.questions, seed=SEED_OF_TRAINING)
-    test = make_questions(task.name, source.held_out, plan.tested, seed=SEED_OF_TEST, known=answers(questions))
+    test = make_questions(task.name, source.held_out, plan.tested, seed=SEED_OF_TEST, read=source.training_lines())
     cases = {
         "untuned": Case(tuned=False),
         "healthy": Case(),

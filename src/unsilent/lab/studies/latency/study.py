@@ -1,6 +1,6 @@
 """``unsilent study latency``: how many corrupted steps enter the weights before an audit every K steps finds the device?
 
-The formula stands in ``latency_formula.py``. Here the real guard meets it: three ranks with a very small model, one of them
+The formula stands in ``formula.py``. Here the real guard meets it: three ranks with a very small model, one of them
 turns sick at a random place between two audits, and from then on each of its steps is corrupted with probability p. A run
 ends with the guard's first verdict.
 """

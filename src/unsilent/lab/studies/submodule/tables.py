@@ -52,7 +52,10 @@ def goals(units: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             ratios = [unit["places"][place]["frequency"] / there for place, there in zip(PLACES, stored, strict=True)]
             rows.append({
                 "goal": f"unit {unit['number']}: all four frequencies within a factor of {FACTOR:.0f} of the stored ones",
-                "measured": "here / stored: " + ", ".join(f"{ratio:.2f}" for ratio in ratios),
+                "measured": "here / stored: " + ", ".join(
+                    f"{ratio:.2f} ({unit['places'][place]['events']} bursts)"
+                    for place, ratio in zip(PLACES, ratios, strict=True)
+                ),
                 "met": all(1 / FACTOR <= ratio <= FACTOR for ratio in ratios),
             })  # fmt: skip
         elif unit["healthy"]:

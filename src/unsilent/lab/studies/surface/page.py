@@ -120,8 +120,9 @@ def _measures(record: Mapping[str, Any]) -> Part:
                  "rank correlation with sharpness", "with learning rate × scaled sharpness"),
         rows=rows,
         paragraphs=[
-            "The learning rate moves the growth and the sharpness alike, so a correlation over all ways is no proof of a cause; "
-            "what does not depend on it is how much the fault explains beside the way."
+            "The learning rate moves the growth and the sharpness alike, so a correlation over all ways is no proof of a cause. "
+            "Shares of variance grow with the number of ways and of faults by chance alone; the answer above compares them for each "
+            "way and each fault beyond the first."
         ],
     )  # fmt: skip
 

@@ -71,7 +71,8 @@ def _measure(rows: Mapping[str, dict[str, Any]], measure: str) -> dict[str, Any]
 
 def variance(values: Array) -> tuple[float, float]:
     """The share of the variance of ``values``, fp64[ways, faults], that the mean of the way explains, and that of the fault;
-    the rest is neither's alone."""
+    the rest is neither's alone. Pure noise gives either a share that is its degrees of freedom over all: to compare the two,
+    divide each by its own (levels − 1)."""
     total = float(((values - values.mean()) ** 2).sum())
     if total == 0.0:
         return 0.0, 0.0
@@ -101,13 +102,16 @@ def answer(measure: Mapping[str, Any]) -> str:
     order = (
         f"rank correlation with sharpness {sharp['correlation']:+.2f} over {sharp['count']} ways (p = {sharp['p']:.2g})"
     )
-    if way <= fault:
-        return f"Here the fault sets the drift's growth at least as much as the surface does: {shares}; {order}."
+    if way / (measure["ways"] - 1) <= fault / (len(measure["faults"]) - 1):
+        return f"Here the drift's growth goes with the fault at least as much as with the way of training: {shares}; {order}."
     if sharp["p"] < SIGNIFICANT and sharp["correlation"] > 0:
-        return f"Here the surface sets the drift's growth, not the fault: {shares}; {order}."
+        return (
+            f"Here the drift's growth goes with the way of training and the sharpness of its surface, more than with the fault: "
+            f"{shares}; {order}. The learning rate moves both, so this is no proof that the sharpness is the cause."
+        )
     return (
-        f"The way of training sets the drift's growth, not the fault: {shares}. That it does so by the sharpness of the surface "
-        f"cannot be decided: {order}."
+        f"The drift's growth goes with the way of training more than with the fault: {shares}. Whether that is the sharpness of "
+        f"the surface cannot be decided: {order}."
     )
 
 
