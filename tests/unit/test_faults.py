@@ -66,6 +66,7 @@ def test_every_site_takes_every_pattern_and_survives_the_way_through_plain_value
         ({"pattern": "gates", "share": 1.5}, "up to 1"),
         ({"pattern": "gates", "share": 0.5, "period": 2}, "period and share exclude one another"),
         ({"rate": 2.0}, "rate must lie between 0 and 1"),
+        ({"rate": 0.5, "count": 2}, "leave count and lane out"),
         ({"at_least": 2.0, "below": 1.0}, "must be above at_least"),
         ({"burst": 0.5}, "burst needs from_step"),
         ({"burst_steps": 2}, "burst_steps needs burst"),

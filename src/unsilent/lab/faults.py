@@ -295,6 +295,7 @@ class Fault:
             _require(self.count == 1 and self.lane == 1, "share is one piece of the tensor: leave count and lane out")
         if self.rate is not None:
             _require(0 <= self.rate <= 1, f"rate must lie between 0 and 1, not {self.rate!r}")
+            _require(self.count == 1 and self.lane == 1, "rate says how many elements are hit: leave count and lane out")
         ways = [name for name in ("period", "share", "rate", "element") if getattr(self, name) is not None]
         _require(len(ways) <= 1, f"{' and '.join(ways)} exclude one another: each says which elements are wrong")
         _require(self.at_least >= 0, f"at_least is a magnitude, so from 0 on, not {self.at_least!r}")

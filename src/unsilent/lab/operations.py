@@ -20,8 +20,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PHASES = ("forward", "recompute", "backward", "optimizer")
-
 # A DTensor comes back with its local tensor; a FakeTensor, which DTensor's first use of an operation computes with, has none.
 _WITHOUT_VALUES = frozenset({"DTensor", "FakeTensor"})
 # Their schemas do not say that they return their input in another shape.

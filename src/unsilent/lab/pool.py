@@ -84,9 +84,8 @@ class RankPool:
             PoolDied: a worker ended or did not answer; the pool has been restarted.
         """
         message = pickle.dumps((function, arguments))
-        for pipe in self._pipes:
-            pipe.send_bytes(message)
         try:
+            self._send(message)
             return self._collect(time.monotonic() + timeout)
         except PoolDied:
             self.restart()
@@ -104,8 +103,7 @@ class RankPool:
     def run_until_death(self, function: Callable[..., Any], *arguments: Any, timeout: float = 90.0) -> list[Any]:
         """Run a trial in which ranks die or leave: None for a rank that ended without an answer. Restarts the pool."""
         message = pickle.dumps((function, arguments))
-        for pipe in self._pipes:
-            pipe.send_bytes(message)
+        self._send(message)
         answers: list[Any] = [None] * self.size
         open_ranks = set(range(self.size))
         deadline = time.monotonic() + timeout
@@ -136,6 +134,13 @@ class RankPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _send(self, message: bytes) -> None:
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(message)
+            except OSError as error:
+                raise PoolDied(f"rank {rank} ended before it was given work: {self._workers[rank].exitcode}") from error
 
     def _collect(self, deadline: float) -> list[Any]:
         answers: list[Any] = []
