@@ -744,13 +744,14 @@ def campaign(
     out: Annotated[Path, typer.Option(help="Where trials and results go; a later start goes on from them.")],
     only: Annotated[int | None, typer.Option(help="Run at most so many trials this time.", min=0)] = None,
     minutes: Annotated[float | None, typer.Option(help="Begin no trial after so many minutes.", min=0)] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The same as --minutes 1.5.")] = False,
     as_json: Json = False,
 ) -> None:
     """Many short guarded runs with one simulated fault each: which faults are caught, at which site, by which checks."""
     from unsilent.lab.campaign.page import lead
     from unsilent.lab.campaign.report import run
 
-    record = run(spec=spec, out=out, only=only, minutes=minutes)
+    record = run(spec=spec, out=out, only=only, minutes=1.5 if quick else minutes)
     print(lead(record))
     print(f"page in {out / 'campaign.html'}, all figures in {out / 'campaign.json'}, trials in {out / 'trials.csv'}")
     if as_json:

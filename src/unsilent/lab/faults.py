@@ -90,8 +90,8 @@ class Fault:
         site: ``forward`` (a module's output), ``backward`` (the gradient of a module's output), ``gradient`` (a
             parameter's local gradient, before the reduction), ``reduction`` (the reduced values), ``weight``,
             ``optimizer_state``, ``operation`` (the result of one ATen operation), ``ids`` (the integers that an
-            embedding looks up), ``optimizer`` (the arithmetic of a parameter's update), ``comparison`` (a check's own
-            fingerprints).
+            embedding looks up), ``optimizer`` (the arithmetic of a parameter's update), ``comparison`` (the
+            fingerprints that a vote compares).
         target: name of a module (forward, backward, ids) or of a parameter (gradient, weight, optimizer_state,
             optimizer), as in ``named_modules`` / ``named_parameters`` of the inner model; of an ATen operation such as
             ``mm`` (operation); empty for ``reduction``, where any reduction that is large enough is a target, and for
@@ -242,7 +242,7 @@ class Fault:
             )
         elif self.site == "comparison":
             _require(
-                not self.target, "a fault of the comparison has no target: it hits the fingerprints that checks take"
+                not self.target, "a fault of the comparison has no target: it hits the fingerprints that votes compare"
             )
         else:
             _require(
@@ -295,7 +295,9 @@ class Fault:
             _require(self.count == 1 and self.lane == 1, "share is one piece of the tensor: leave count and lane out")
         if self.rate is not None:
             _require(0 <= self.rate <= 1, f"rate must lie between 0 and 1, not {self.rate!r}")
-            _require(self.count == 1 and self.lane == 1, "rate says how many elements are hit: leave count and lane out")
+            _require(
+                self.count == 1 and self.lane == 1, "rate says how many elements are hit: leave count and lane out"
+            )
         ways = [name for name in ("period", "share", "rate", "element") if getattr(self, name) is not None]
         _require(len(ways) <= 1, f"{' and '.join(ways)} exclude one another: each says which elements are wrong")
         _require(self.at_least >= 0, f"at_least is a magnitude, so from 0 on, not {self.at_least!r}")

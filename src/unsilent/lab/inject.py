@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from unsilent.checks import replicas
 from unsilent.errors import UsageError
-from unsilent.fingerprints import compute
 from unsilent.lab.corruption import bits, corrupted_values, positions, positions_at_rate, seeded
 from unsilent.lab.faults import GROUP, Fault
 from unsilent.lab.operations import Operation, Operations
@@ -282,25 +282,21 @@ class Injector:
         self._closers.append(self._optimizer.register_step_post_hook(end).remove)
 
     def _wrap_fingerprints(self) -> None:
-        """Wrong digests: the sums that a check takes are corrupted on this rank before anybody compares them."""
-        original = compute._adder
+        """Wrong digests: the sums that a vote takes are corrupted on this rank before anybody compares them."""
+        original = replicas.sums_many
 
-        def adder(device: torch.device) -> Callable[..., None]:
-            add = original(device)
-
-            def add_and_err(out: torch.Tensor, jobs: Any) -> None:
-                add(out, jobs)
-                shot = self._draw(self._step, out) if self._misfit(out) is None else None
-                if shot is not None:
-                    self._corrupt(out, shot)
-
-            return add_and_err
+        def sums_and_err(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            rows = original(tensors)
+            shot = self._draw(self._step, rows) if self._misfit(rows) is None else None
+            if shot is not None:
+                self._corrupt(rows, shot)
+            return rows
 
         def restore() -> None:
-            if compute._adder is adder:
-                compute._adder = original
+            if replicas.sums_many is sums_and_err:
+                replicas.sums_many = original
 
-        compute._adder = adder  # pyright: ignore[reportAttributeAccessIssue]
+        replicas.sums_many = sums_and_err
         self._closers.append(restore)
 
     def _state(self) -> torch.Tensor:

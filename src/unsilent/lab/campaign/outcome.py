@@ -11,6 +11,7 @@ The classes, in the order in which they are asked for:
     wrong device      a verdict names healthy devices only, or a healthy device is taken out.
     repaired          caught, and the run ended with the twin's weights, bit for bit.
     stopped           caught, and the run was stopped, naming the device; of a wrong sum of a reduction, nobody.
+    needless          caught and stopped without taking the device out, though the fault touched no value of the run.
     unnamed           caught and stopped, but no device was named although one is faulty.
     not bit-exact     caught, went on, and ended with other weights than the twin.
     masked            no verdict, and the weights were the twin's after every step.
@@ -36,6 +37,7 @@ class Class(str, Enum):
 
     REPAIRED = "repaired bit-exactly"
     STOPPED = "caught, run stopped rightly"
+    NEEDLESS = "caught, sound run stopped"
     UNNAMED = "caught, run stopped, no device named"
     INEXACT = "caught, not bit-exact"
     WRONG_DEVICE = "caught, wrong device named"
@@ -49,7 +51,7 @@ class Class(str, Enum):
     NEVER_FIRED = "fault never fired"
 
 
-CAUGHT = (Class.REPAIRED, Class.STOPPED, Class.UNNAMED, Class.INEXACT, Class.WRONG_DEVICE)
+CAUGHT = (Class.REPAIRED, Class.STOPPED, Class.NEEDLESS, Class.UNNAMED, Class.INEXACT, Class.WRONG_DEVICE)
 MISSED = (Class.MISSED_SMALL, Class.MISSED_HARMFUL)
 
 
@@ -82,6 +84,8 @@ class Observed:
     Attributes:
         fault: whether there was one; ``faulty`` are the ranks whose device it is on, none of a sum that is wrong on
             all alike.
+        computed: whether the fault is in what one rank computes in the live run.
+        sound: whether the fault can touch no value of the run, but only what is said of it.
         lasting: whether the fault fires in more than one step.
         fired: the steps in which it changed a bit, in the live run or in a replay.
         felt: of the updates in which it was felt first-hand, the largest deviation from the twin's, on any rank. Of later
@@ -98,6 +102,8 @@ class Observed:
 
     fault: bool
     faulty: tuple[int, ...]
+    computed: bool
+    sound: bool
     lasting: bool
     fired: tuple[int, ...]
     felt: float
@@ -151,8 +157,10 @@ def why_missed(trial: Observed) -> str:
     if not trial.faulty:
         return "all ranks got the same wrong sum, and no check compares a sum with its parts"
     if trial.after_update:
-        vote = any(step > trial.fired[0] for step in trial.ran["replicas"])
-        return "a vote ran after it and saw nothing" if vote else "no vote ran after it"
+        return "the votes after it, the last of them at the end of the run, saw nothing"
+    if not trial.computed:
+        vote = bool(set(trial.fired) & set(trial.ran["replicas"]))
+        return "a vote ran in that step and saw nothing" if vote else "no vote ran in that step"
     if set(trial.fired) & set(trial.ran["audit"]):
         return "it fired in an audited step, and the audit saw nothing"
     return "it fired in no audited step, and what votes compare was alike on all ranks"
@@ -164,6 +172,8 @@ def _caught(trial: Observed) -> Class:
     if who is Named.WRONG or taken_out - set(trial.faulty):
         return Class.WRONG_DEVICE
     if trial.ended == "stopped":
+        if trial.sound and not taken_out:
+            return Class.NEEDLESS
         return Class.UNNAMED if who is Named.NOBODY and trial.faulty else Class.STOPPED
     return Class.REPAIRED if trial.identical_at_end else Class.INEXACT
 

@@ -66,7 +66,7 @@ def record_of(spec: Spec, runner: Runner, *, command: str) -> dict[str, Any]:
         "campaign": spec.name,
         "spec": spec.digest,
         "conditions": {
-            **conditions(command), "model": f"{job.model}, {sum(p.numel() for p in model_of(job).parameters()):,} parameters",
+            **conditions(command), "threads": 1, "model": f"{job.model}, {sum(p.numel() for p in model_of(job).parameters()):,} parameters",
             "tokens per rank and step": job.samples * job.length, "steps": job.steps, "learning rate": LEARNING_RATE,
             "clipped to": CLIP_NORM, "dtype": "fp32", "backend": "gloo",
         },

@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import unsilent
 from unsilent.errors import RankFailure, UsageError
 from unsilent.events import EVENTS_FILE, read
 from unsilent.lab.campaign.outcome import Observed, Said
@@ -145,16 +147,18 @@ class Runner:
 
     def _resume(self) -> dict[str, Result]:
         path = self.out / TRIALS
-        head = {"spec": self.spec.digest, "torch": torch.__version__}
+        head = {"spec": self.spec.digest, "torch": torch.__version__, "code": _digest_of_the_package()}
         if not path.exists() or not path.stat().st_size:
             path.write_text(json.dumps(head) + "\n")
+            for twin in [*(self.out / "twins").glob("*"), self.out / "reseeded.json"]:
+                twin.unlink(missing_ok=True)  # of another specification, perhaps
         lines = path.read_bytes().split(b"\n")
         if lines[-1]:  # cut short while it was written: that trial is run again
             path.write_bytes(b"\n".join([*lines[:-1], b""]))
         first, *rest = [json.loads(line) for line in lines[:-1]] or [{}]
         if first != head:
             raise UsageError(
-                f"{path} holds trials of another specification or torch ({first}, now {head}): take another directory"
+                f"{path} holds trials of another specification, torch or version of this package ({first}, now {head}): take another directory"
             )
         return {record["name"]: result_from(record) for record in rest}
 
@@ -166,6 +170,13 @@ class Runner:
         self._results[trial.name] = result
         with (self.out / TRIALS).open("a") as file:
             file.write(json.dumps(asdict(result), allow_nan=False) + "\n")
+
+
+def _digest_of_the_package() -> str:
+    """16 hex digits over all of its files: what a trial gives depends on the guard as much as on the specification."""
+    root = Path(unsilent.__file__).parent
+    files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".toml"))
+    return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def result_from(record: dict[str, Any]) -> Result:
@@ -189,6 +200,8 @@ def _observed(
     return Observed(
         fault=trial.fault is not None,
         faulty=trial.faulty,
+        computed=trial.computed,
+        sound=trial.sound,
         lasting=trial.lasting,
         fired=tuple(sorted({step for step, _ in fired})),
         felt=max(deviations, default=0.0),

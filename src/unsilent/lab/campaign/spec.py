@@ -266,6 +266,8 @@ def _units(places: Places, numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, list):
         raise places.error("", "units", "units must be a list of numbers, such as [1, 10, 11]")
     for number in numbers:
+        if numbers.count(number) > 1:
+            raise places.error("", "units", f"units names {number} twice")
         try:
             unit(number)
         except (UsageError, TypeError) as error:
@@ -280,6 +282,8 @@ def _sites_of(
     if not isinstance(wanted, list) or not wanted or not all(isinstance(one, str) for one in wanted):
         raise places.error(f"faults.{name}", "sites", "sites must be a list of names of [sites.NAME] tables")
     for one in wanted:
+        if wanted.count(one) > 1:
+            raise places.error(f"faults.{name}", "sites", f"sites names {one!r} twice")
         if one not in sites:
             reason = f"there is no [sites.{one}]{_suggest(one, sites)}"
             raise places.error(f"faults.{name}", "sites", reason)

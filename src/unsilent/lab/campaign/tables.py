@@ -24,7 +24,15 @@ from unsilent.lab.rates import wilson
 
 ALL = "all"
 """Stands for all sets of checks, or all faults, together."""
-_UNEXPECTED = (Class.WRONG_DEVICE, Class.UNNAMED, Class.INEXACT, Class.FALSE_ALARM, Class.HANG, Class.ERROR)
+_UNEXPECTED = (
+    Class.WRONG_DEVICE,
+    Class.NEEDLESS,
+    Class.UNNAMED,
+    Class.INEXACT,
+    Class.FALSE_ALARM,
+    Class.HANG,
+    Class.ERROR,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +114,12 @@ def _cell(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _single_steps(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """Of faults of one step on one rank, before its update: what is caught when that step is audited, and when not."""
+    """Of faults of one step in a rank's own computation, before its update: what is caught when that step is audited, and when
+    not. Deliveries, which votes find, and faults of auditors, which fire in audits only, are not among them."""
     counts: dict[str, dict[bool, list[int]]] = {}
     for r in results:
         seen = r.observed
-        if r.counted_as in (*CAUGHT, *MISSED) and seen.faulty and not (seen.lasting or seen.after_update):
+        if r.counted_as in (*CAUGHT, *MISSED) and seen.computed and not (seen.lasting or seen.after_update):
             pair = counts.setdefault(r.site, {True: [0, 0], False: [0, 0]})[seen.fired[0] in seen.ran["audit"]]
             pair[0] += r.counted_as in CAUGHT
             pair[1] += 1
@@ -139,6 +148,8 @@ def _false_alarms(results: Iterable[Result]) -> dict[str, Any]:
     steps = alarms = 0
     for r in results:
         seen = r.observed
+        if seen.ended in ("hang", "error"):  # counted as that; when its fault fired is not known
+            continue
         steps += min(seen.steps, seen.fired[0] + seen.after_update) if seen.fired else seen.steps
         alarms += sum(too_early(seen, verdict) for verdict in seen.said)
     return {"clean_steps": steps, "alarms": alarms, "bound": -math.log(0.05) / steps if steps and not alarms else None}

@@ -115,11 +115,13 @@ def run_trial(rank: int, size: int, job: Job, config: GuardConfig, trial: Trial,
             for step in range(job.steps):
                 if injector is not None:
                     injector.begin_step(step)
-                guard.step(run.data.batch(step, rank))
+                try:
+                    guard.step(run.data.batch(step, rank))
+                finally:  # also of the step in which the run is stopped
+                    for check in ran.keys() & guard.last_due:
+                        ran[check].append(step)
                 if injector is not None:
                     injector.after_update(step)
-                for check in ran.keys() & guard.last_due:
-                    ran[check].append(step)
                 after = run.weights()
                 identical = identical and _same(after, right[step + 1])
                 deviations.append(_deviation(after - before, right[step + 1] - right[step]))

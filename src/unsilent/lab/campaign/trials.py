@@ -53,6 +53,11 @@ class Trial:
         return f"{self.parallelism.name}/{self.checks}/{self.site}/{self.kind}/{self.seed}"
 
     @property
+    def drawn_by(self) -> str:
+        """What its fault is drawn by: without the set of checks, so that all sets meet the same faults."""
+        return f"{self.parallelism.name}/{self.site}/{self.kind}/{self.seed}"
+
+    @property
     def faulty(self) -> tuple[int, ...]:
         """The ranks whose device the fault is on."""
         if self.fault is None:
@@ -67,6 +72,19 @@ class Trial:
         return isinstance(self.fault, Sick) or (
             self.fault is not None and (not self.fault.one_shot or self.fault.steps > 1)
         )
+
+    @property
+    def computed(self) -> bool:
+        """Whether the fault is in what one rank computes in the live run: no delivery, no replay, no comparison."""
+        if isinstance(self.fault, Fault):
+            elsewhere = self.fault.site in ("reduction", "comparison") or self.fault.during_replay == "only"
+            return bool(self.faulty) and not elsewhere
+        return self.fault is not None
+
+    @property
+    def sound(self) -> bool:
+        """Whether the fault touches no value of the run: a comparison that errs."""
+        return isinstance(self.fault, Fault) and self.fault.site == "comparison"
 
     @property
     def after_update(self) -> bool:
@@ -128,7 +146,7 @@ def trials_of(spec: Spec, model: nn.Module) -> tuple[Trial, ...]:
 
 def _fault(trial: Trial, spec: Spec, names: _Names) -> Fault | Sick | None:
     """What is put into a trial, from the trial's name."""
-    draw = Random(trial.name)
+    draw = Random(trial.drawn_by)
     if trial.site == CLEAN:
         return None
     if trial.site == DEVICE:
