@@ -1,9 +1,9 @@
 """Fits the simulated units to stored figures: ``python -m unsilent.lab.units.fit --out FILE``.
 
 The share of each place of units 1, 10 and 11 is changed until the lock-step study measures the stored mean mismatch
-frequency, on one shape and seed; what the units do on others is for ``study submodule`` to see. A mean frequency is the chance of a burst times the frequency within
-one, and the latter is nearly proportional to the share: so it is measured with a burst in every step, and a few
-proportional corrections are enough. Then the bulk of the law of magnitudes is scaled on unit 11 alone, without its rare large
+frequency, on one shape and seed; what the units do on others is for ``study submodule`` to see. A mean frequency is the chance of
+a burst times the frequency within one, and the latter is nearly proportional to the share: so it is measured with a burst in
+every step, and a few proportional corrections are enough. Then the bulk of the law of magnitudes is scaled on unit 11 alone, without its rare large
 errors, until the worst noise-to-signal of its steps is the stored one.
 
 The log says what was measured before and after each correction; the fitted values are then written into ``units.toml`` by hand.
@@ -26,12 +26,14 @@ from unsilent.lab.studies.step.tables import STORED as STORED_NOISE
 from unsilent.lab.studies.submodule.lockstep import GROUP, RANKS, Run
 from unsilent.lab.studies.submodule.study import run_unit
 from unsilent.lab.studies.submodule.tables import STORED, unit_figures
-from unsilent.lab.units import PLACES, Unit, law, unit
+from unsilent.lab.units import PLACES, Unit, unit
 
 UNITS, BULK_UNIT = (1, 10, 11), 11
 SHAPE, SEED = "small", 0
 CORRECTIONS = 2
 STEPS, BULK_STEPS = 50, 150
+FIRST_BULK = 0.01
+"""Where the fit begins, whatever stands in ``units.toml`` by now."""
 
 
 def main() -> None:
@@ -43,7 +45,7 @@ def main() -> None:
     fitted: dict[int, Unit] = {}
     with RankPool(RANKS) as pool, progress("fit", len(UNITS) * (CORRECTIONS + 1)) as advance:
         for number in UNITS:
-            one = unit(number)
+            one = start(unit(number))
             rounds.append(log_row(one, frequencies(pool, one)))
             advance()
             for _ in range(CORRECTIONS):
@@ -59,6 +61,15 @@ def main() -> None:
     }  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def start(one: Unit) -> Unit:
+    """The unit as if every wrong element reached the tap as one: the stored frequency over the chance of a burst."""
+    rates = {
+        place: replace(one.rate(place), share=_rounded(stored / one.rate(place).chance))
+        for place, stored in zip(PLACES, STORED[one.number], strict=True)
+    }
+    return replace(one, **rates)
 
 
 def frequencies(pool: RankPool, one: Unit) -> dict[str, float]:
@@ -97,7 +108,7 @@ def fit_bulk(one: Unit) -> list[dict[str, float]]:
     """Rounds of the bulk's fit: its median, and the worst noise-to-signal that a unit without explosions shows with it.
     The last one is the fitted one."""
     plain = replace(one, **{place: replace(one.rate(place), explosions=0.0) for place in PLACES})
-    stored, bulk = STORED_NOISE[one.number], law().bulk
+    stored, bulk = STORED_NOISE[one.number], FIRST_BULK
     rounds: list[dict[str, float]] = []
     for _ in range(CORRECTIONS + 1):
         noise, _ = noise_to_signal([plain], shape_of(SHAPE), seed=SEED, steps=BULK_STEPS, bulk=bulk)
