@@ -75,7 +75,12 @@ class OnceOneElement:
         if step != self._at:
             yield
             return
-        handle = self._layer.register_forward_hook(_one_up)
+
+        def once(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            handle.remove()  # a way of training may compute a step twice
+            _one_up(module, inputs, output)
+
+        handle = self._layer.register_forward_hook(once)
         try:
             yield
         finally:

@@ -146,7 +146,7 @@ def _goals(
     shrunk = [name for name in drifting if not (rows[name]["ruined"] is not None or rows[name]["difference"])]
     goals.append(
         _goal(
-            "|Δw| of every drifting unit stands at the end",
+            "|Δw| of every drifting unit is above zero at the end",
             f"{len(drifting) - len(shrunk)} of {len(drifting)} units",
             bool(drifting) and not shrunk,
         )

@@ -148,7 +148,7 @@ def _how(record: Mapping[str, Any]) -> Part:
             f"Sharpness is the eigenvalue of largest absolute value of the Hessian on {SAMPLES} held-out samples, by power "
             f"iteration with Hessian-vector products, every {record['plan']['every']} steps of the healthy run; the median over "
             "the run. Scaled: of P^-1/2 H P^-1/2, where P is AdamW's √v + ε.",
-            "SAM takes the gradient at w + ρ·g/‖g‖, ρ as its name says; its two passes are both made on the sick device. "
+            "SAM takes the gradient at w + ρ·g/‖g‖, ρ as its name says; its two passes are both made on the sick device, which so errs in twice as many operations. "
             f"Averaging is lookahead: every {EVERY} steps the weights fall back by {BACK:.0%} to where they were, so the average "
             "feeds back into training. An average that is only kept beside the run cannot change how fast it drifts.",
         ],
