@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from unsilent.errors import UsageError
+from unsilent.lab.studies.finetune import study
 from unsilent.lab.studies.finetune.questions import (
     TASKS,
     Library,
@@ -147,7 +148,7 @@ def test_tables_count_lost_scores_as_wrong_and_as_disagreement() -> None:
 def test_a_tuning_on_a_sick_device_differs_from_a_healthy_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Library
 ) -> None:
-    monkeypatch.setattr("unsilent.lab.studies.finetune.study.library", lambda: source)
+    monkeypatch.setattr(study, "library", lambda: source)
     sick = Unit(number=6, forward_ffn=Rate(chance=1.0, share=0.5), backward_ffn=Rate(chance=1.0, share=0.5))
     plan = Plan(
         pretraining=Setup(shape=SHAPE, steps=2),

@@ -103,7 +103,11 @@ class RankPool:
     def run_until_death(self, function: Callable[..., Any], *arguments: Any, timeout: float = 90.0) -> list[Any]:
         """Run a trial in which ranks die or leave: None for a rank that ended without an answer. Restarts the pool."""
         message = pickle.dumps((function, arguments))
-        self._send(message)
+        try:
+            self._send(message)
+        except PoolDied:
+            self.restart()
+            raise
         answers: list[Any] = [None] * self.size
         open_ranks = set(range(self.size))
         deadline = time.monotonic() + timeout
