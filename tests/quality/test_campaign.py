@@ -96,8 +96,8 @@ def test_a_campaign_is_interrupted_gone_on_with_and_counted(tmp_path: Path, pool
     counts = Counter(one.value for one in EXPECTED.values())
     assert {r["class"]: r["count"] for r in record["classes"] if r["checks"] == "all" and r["count"]} == dict(counts)
     assert record["confusion"] == [
-        {"faulty": "rank 1", "named": "rank 1", "verdicts": 3},
-        {"faulty": "rank 2", "named": "rank 2", "verdicts": 2},
+        {"faulty": "rank 1", "named": "rank 1", "trials": 3},
+        {"faulty": "rank 2", "named": "rank 2", "trials": 2},
     ]
     assert record["false_alarms"]["alarms"] == 0
     assert record["unexpected"] == record["switched_off"] == []

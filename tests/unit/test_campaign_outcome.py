@@ -200,8 +200,8 @@ def test_every_trial_is_counted_once_in_every_set_of_checks_and_in_all() -> None
 def test_confusion_false_alarms_and_what_must_be_explained() -> None:
     found = tables(RESULTS)
     assert found["confusion"] == [
-        {"faulty": "rank 1", "named": "rank 1", "verdicts": 2},
-        {"faulty": "rank 1", "named": "rank 2", "verdicts": 1},
+        {"faulty": "rank 1", "named": "rank 1", "trials": 2},
+        {"faulty": "rank 1", "named": "rank 2", "trials": 1},
     ]
     # 3 healthy steps before the fault of step 3, 4 before that of step 4, and all 8 where nothing fired.
     assert found["false_alarms"] == {"clean_steps": 3 + 3 + 4 + 3 + 8 + 8 + 3 + 3, "alarms": 1, "bound": None}

@@ -104,6 +104,7 @@ def test_the_campaigns_in_the_repository_are_right(name: str) -> None:
         ('name = "test"', "name = 3", 1, "name must be a string"),
         ('name = "test"', 'nome = "test"', 1, "did you mean 'name'"),
         ("units = [11]", "units = [16]", 2, "there is no unit 16"),
+        ("units = [11]", "units = [13]", 2, "unit 13 errs from step 450 on"),
         ("units = [11]", "units = 11", 2, "units must be a list"),
         ("[job]", "[jobs]", 4, "did you mean 'job'"),
         ("steps = 6", "steps = 0", 5, "steps must be a whole number from 1"),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 
 import pytest
 import torch
 
 from unsilent.lab.corruption import bits, corrupted_values, positions, positions_at_rate, seeded
 from unsilent.lab.faults import PERIODS, Fault
-from unsilent.lab.gates import NOT_FINITE, OTHER, SINGLE_BIT, ZEROED, event
+from unsilent.lab.gates import NOT_FINITE, OTHER, SINGLE_BIT, ZEROED
 
 # The 99.9 % point of the chi-square distribution with two and with one degree of freedom.
 LIMIT = {1: 10.83, 2: 13.82}
@@ -73,18 +72,6 @@ def test_a_tile_is_one_piece(share: float) -> None:
     found = positions(torch.Size([10, 100]), gates(share=share))
     assert len(found) == round(1000 * share)
     assert int(found[-1] - found[0]) == len(found) - 1
-
-
-def test_events_are_single_elements_periods_and_tiles_of_the_right_size() -> None:
-    draw = random.Random(1)
-    events = [event(draw, size=4096) for _ in range(3000)]
-    tiles = [e["share"] for e in events if "share" in e]
-    periodic = [e["period"] for e in events if "period" in e]
-    assert all(0.20 <= share <= 0.75 for share in tiles)
-    assert chi_square([len(tiles), len(periodic), 3000 - len(tiles) - len(periodic)], [1 / 3] * 3) < LIMIT[2]
-    assert set(periodic) == set(PERIODS)
-    for one in events[:50]:
-        assert len(positions(torch.Size([64, 64]), gates(**{k: v for k, v in one.items() if k != "pattern"})))
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:

@@ -101,9 +101,9 @@ def _coverage(record: dict[str, Any], checks: str) -> Part:
     return Part(
         title=f"Coverage with the checks “{checks}”",
         columns=("site", "fault", "trials", "masked", "caught of the rest", "missed harmful",
-                 "median steps to detection"),
+                 "never fired, hang or alarm", "median steps to detection"),
         rows=[(r["site"], r["fault"], r["trials"], r["masked"], _rate(r["caught"]),
-               r["missed_harmful"], "-" if r["median_steps"] is None else f"{r['median_steps']:g}") for r in rows],
+               r["missed_harmful"], r["other"], "-" if r["median_steps"] is None else f"{r['median_steps']:g}") for r in rows],
         plot=svg(_heat(record, checks)),
         caption=f"Caught faults of all that changed the weights or were found, by site and fault, with the checks “{checks}”. "
         "Grey: nothing to count there.",
@@ -111,14 +111,14 @@ def _coverage(record: dict[str, Any], checks: str) -> Part:
 
 
 def _confusion(record: dict[str, Any]) -> Part:
-    cells = {(row["faulty"], row["named"]): row["verdicts"] for row in record["confusion"]}
+    cells = {(row["faulty"], row["named"]): row["trials"] for row in record["confusion"]}
     named = sorted({who for _, who in cells}, key=lambda who: ("and" in who, who))
     return Part(
         title="Who is faulty, and who was named",
         columns=("faulty", *(f"named: {who}" for who in named)),
         rows=[(faulty, *(cells.get((faulty, who), 0) for who in named)) for faulty in sorted({w for w, _ in cells})],
-        paragraphs=["Verdict by verdict, once there was something to find. A reduction whose sum is wrong for all ranks "
-                    "alike is nobody's in particular."],
+        paragraphs=["Trials, once there was something to find; one in which several verdicts name different ranks counts for "
+                    "each. A reduction whose sum is wrong for all ranks alike is nobody's in particular."],
     )  # fmt: skip
 
 

@@ -181,14 +181,15 @@ def spec_from(text: str, *, path: str) -> Spec:
     name = document.get("name", Path(path).stem)
     if not isinstance(name, str) or not name:
         raise places.error("", "name", f"name must be a string, not {name!r}")
+    job = _job(places, document.get("job", {}))
     return Spec(
         name=name,
-        job=_job(places, document.get("job", {})),
+        job=job,
         checks={name: _checks(places, name, table) for name, table in _tables(places, document, "checks").items()},
         sites={name: {"site": name, **table} for name, table in sites.items()},
         faults={name: {k: v for k, v in table.items() if k != "sites"} for name, table in faults.items()},
         sites_of={name: _sites_of(places, name, table, sites) for name, table in faults.items()},
-        units=_units(places, document.get("units", [])),
+        units=_units(places, document.get("units", []), job),
         digest=sha256(text.encode()).hexdigest()[:16],
         places=places,
     )
@@ -262,16 +263,20 @@ def _config(places: Places, here: str, key: str, value: Any) -> Any:
         raise places.error(here, key, str(error)) from error
 
 
-def _units(places: Places, numbers: Any) -> tuple[int, ...]:
+def _units(places: Places, numbers: Any, job: Job) -> tuple[int, ...]:
     if not isinstance(numbers, list):
         raise places.error("", "units", "units must be a list of numbers, such as [1, 10, 11]")
     for number in numbers:
         if numbers.count(number) > 1:
             raise places.error("", "units", f"units names {number} twice")
         try:
-            unit(number)
+            first = unit(number).from_step
         except (UsageError, TypeError) as error:
             raise places.error("", "units", str(error)) from error
+        if first >= job.steps:
+            raise places.error(
+                "", "units", f"unit {number} errs from step {first} on, and a trial has steps 0 to {job.steps - 1}"
+            )
     return tuple(numbers)
 
 

@@ -130,13 +130,13 @@ def _single_steps(results: Iterable[Result]) -> list[dict[str, Any]]:
 
 
 def _confusion(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """Who is faulty against whom the verdicts name, verdict by verdict; only of verdicts that came once there was a fault."""
+    """Who is faulty against whom the verdicts of a trial name, once there was a fault. A trial counts once for everybody that
+    it names: a fault that lasts is judged step after step."""
     counts: Counter[tuple[str, str]] = Counter()
     for r in results:
-        for verdict in r.observed.said:
-            if not too_early(r.observed, verdict):
-                counts[_ranks(r.observed.faulty), _ranks(verdict.ranks)] += 1
-    return [{"faulty": faulty, "named": who, "verdicts": n} for (faulty, who), n in sorted(counts.items())]
+        told = {_ranks(verdict.ranks) for verdict in r.observed.said if not too_early(r.observed, verdict)}
+        counts.update((_ranks(r.observed.faulty), who) for who in told)
+    return [{"faulty": faulty, "named": who, "trials": n} for (faulty, who), n in sorted(counts.items())]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
