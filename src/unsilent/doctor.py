@@ -151,6 +151,7 @@ def _coverage(guard: Guard, places: tuple[Place, ...]) -> list[dict[str, Any]]:
         places=places,
         period=config.audit_every or 0,
         reduces=reduces,
+        labels=guard.reduction.labels,
     )
     guard.checks["replicas"] = Replicas(guard.inventory, dict, period=config.replicas_every or 0, reduces=reduces)
     rows = [{**vars(row), "covered": bool(row.how)} for row in guard.coverage()]

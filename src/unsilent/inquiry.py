@@ -46,7 +46,7 @@ from unsilent.records import (
     Verdict,
     VoteEvidence,
 )
-from unsilent.recovery.rebuild import Share
+from unsilent.recovery.share import Share
 from unsilent.ring import Ring
 from unsilent.world import World
 
@@ -125,7 +125,9 @@ class Inquiry:
         # A rank that could not read its own step takes part all the same: the others must not wait for it.
         reading = self._audit.recorded
         theirs = self._ring.swap(reading, finite=finite, weights=weights)
-        if reading is not None:
+        if reading is None:
+            self._ring.stand_by(own_replays=own_replays)
+        else:
             outside = self._outside_state()
             self._attempt(
                 "audit",
@@ -172,7 +174,7 @@ class Inquiry:
             return [Finding(verdict=software, evidence=evidence)]
         if unreduced:
             return [Finding(verdict=_judge_unreduced(everyone, moment.step), evidence=evidence)]
-        voted = self.find_votes(evidence.get("replicas", ()), evidence)
+        voted = self.find_votes(evidence.get("replicas", ()), evidence, nothing_done_yet=moment.first)
         if state := _of_state(voted):
             return state
         findings = self._find_finite(evidence.get("finite", ()), moment, losses, evidence)
@@ -216,15 +218,23 @@ class Inquiry:
         evidence["replicas"] = voted
         return None
 
-    def find_votes(self, records: Sequence[Any], evidence: dict[str, Any]) -> list[Finding]:
+    def find_votes(
+        self, records: Sequence[Any], evidence: dict[str, Any], *, nothing_done_yet: bool = False
+    ) -> list[Finding]:
         """The findings of a vote over replicas."""
         votes = tuple(e for e in records if isinstance(e, VoteEvidence))
         if not votes:
             return []
-        places = self._world.places
-        verdicts = judge_votes(votes, places, unlike_is_known=self.unlike_replicas)
-        self.unlike_replicas |= any(differs_by_environment(vote, places) for vote in votes)
-        return [Finding(verdict=v, votes=_votes_of(v, votes), evidence=evidence) for v in verdicts]
+        findings: list[Finding] = []
+        for ranks in dict.fromkeys(vote.ranks for vote in votes):
+            among = tuple(vote for vote in votes if vote.ranks == ranks)
+            places = [self._world.places[rank] for rank in ranks] or self._world.places
+            verdicts = judge_votes(
+                among, places, unlike_is_known=self.unlike_replicas, nothing_done_yet=nothing_done_yet
+            )
+            self.unlike_replicas |= any(differs_by_environment(vote, places) for vote in among)
+            findings += [Finding(verdict=v, votes=_votes_of(v, among), evidence=evidence) for v in verdicts]
+        return findings
 
     def _find_finite(
         self, records: Sequence[FiniteEvidence], moment: Moment, losses: list[torch.Tensor], evidence: dict[str, Any]
@@ -238,6 +248,7 @@ class Inquiry:
             streak_limit=limits.streak_limit,
             lone_limit=limits.lone_limit,
             places=self._world.places,
+            replicated=self._finite.replicated,
         )
         if finding is None:
             return None
@@ -357,7 +368,8 @@ class Inquiry:
         audits = self._ring.settle(audits, moment.step)
         evidence["audits"] = audits
         places = self._world.places
-        shares = tuple(share for a in audits if (share := _share(a, places)) is not None)
+        own_first = self._ring.replayer.together
+        shares = tuple(share for a in audits if (share := _share(a, places, own_first=own_first)) is not None)
         return [
             Finding(
                 verdict=v, shares=shares, recorded_is_right=_recorded_is_right(v, audits, places), evidence=evidence
@@ -366,15 +378,18 @@ class Inquiry:
         ]
 
 
-def _share(audit: AuditEvidence, places: Sequence[Place]) -> Share | None:
-    """Whose work must be replaced and by whom; None when the live value is right or nobody holds a right one."""
+def _share(audit: AuditEvidence, places: Sequence[Place], *, own_first: bool) -> Share | None:
+    """Whose work must be replaced and by whom; None when the live value is right or nobody holds a right one.
+
+    ``own_first``: by the rank itself where its last rerun was right, since that takes one pass less.
+    """
     value = agreed_value(audit, places) or steady_value(audit, places)
     if value is None or recorded_value(audit) == value:
         return None
     able = holders(audit, places, value)
     if not able:
         return None
-    source = next((rank for rank in able if rank != audit.auditee), able[0])
+    source = next((rank for rank in able if (rank == audit.auditee) is own_first), able[0])
     return Share(auditee=audit.auditee, source=source, digest=value)
 
 

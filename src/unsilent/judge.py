@@ -379,7 +379,11 @@ def _merge_alike(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def judge_votes(
-    votes: Sequence[VoteEvidence], places: Sequence[Place], *, unlike_is_known: bool = False
+    votes: Sequence[VoteEvidence],
+    places: Sequence[Place],
+    *,
+    unlike_is_known: bool = False,
+    nothing_done_yet: bool = False,
 ) -> tuple[Verdict, ...]:
     """The verdicts of all votes of one step, the most severe first; tensors with the same outcome share one.
 
@@ -388,6 +392,9 @@ def judge_votes(
 
     An update need not give the same bits in unlike environments. State is therefore compared among ranks of like
     environment; what differs between environments only is INCONCLUSIVE, or nothing when ``unlike_is_known``.
+
+    ``nothing_done_yet``: no update has been made since the start. Where half of the weights and more have no majority then,
+    no device has erred: the copies were made with seeds of their own, or loaded from different files.
     """
     told = () if unlike_is_known else _unlike([v for v in votes if differs_by_environment(v, places)])
     votes = [_within_environments(vote, places) for vote in votes]
@@ -396,6 +403,11 @@ def judge_votes(
         len(set(vote.digests)) == len(places) > 1 and None not in vote.digests for vote in votes
     ):
         return (_not_synchronised(votes, everything=True),)
+
+    weights = [vote for vote in votes if vote.site is Site.WEIGHTS]
+    apart = [vote for vote in weights if _outcome(vote.digests)[0] in ("tie", "all differ")]
+    if nothing_done_yet and len(apart) >= 2 and 2 * len(apart) >= len(weights):
+        return (_not_synchronised(apart, everything=False),)
 
     outcomes: dict[tuple[Site, str, tuple[int, ...]], list[VoteEvidence]] = {}
     for vote in votes:

@@ -45,6 +45,8 @@ class Situation:
         approved: a person has approved taking the suspect's node out.
         recorded_is_right: the live value was the agreed one (the auditor or an arbiter erred).
         harmless: a SOFTWARE finding that this step cannot carry into the state (its update is skipped anyway).
+        even_copies: replicas differ, nobody can be outvoted, and going back has not been tried in vain: what all of them
+            agreed on before is right all the same.
     """
 
     mode: Mode = "act"
@@ -59,6 +61,7 @@ class Situation:
     approved: bool = False
     recorded_is_right: bool = False
     harmless: bool = False
+    even_copies: bool = False
 
 
 def decide(verdict: Verdict, situation: Situation) -> Decision:
@@ -77,6 +80,11 @@ def _in_act_mode(verdict: Verdict, situation: Situation) -> Decision:
     if verdict.kind is Kind.INCONCLUSIVE:
         if situation.on_inconclusive == "stop":
             return _take(Action.STOP, "nobody can tell the right value, and on_inconclusive is 'stop'")
+        if situation.even_copies and verdict.site in STATE_SITES and not situation.no_way_back:
+            return _take(
+                Action.ROLLBACK,
+                "nobody can tell which copy is right: back to the state that all agreed on, and the steps since are run again",
+            )
         return _take(Action.CONTINUE, "nobody can tell the right value; the check is degraded, the step not certified")
 
     if verdict.kind is Kind.SOFTWARE:

@@ -132,12 +132,16 @@ class AuditEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class VoteEvidence:
-    """The digests that all ranks hold of one tensor that must be equal everywhere; None where a rank has no such tensor."""
+    """The digests that ranks hold of one tensor that must be equal on them; None where a rank has no such tensor.
+
+    ``ranks`` says whose digests they are, () that they are those of all ranks in order.
+    """
 
     step: int
     site: Site
     tensor: str
     digests: tuple[str | None, ...]
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ bucket to the reduction of the guard that is open, and reduces as DDP does when 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unsilent.errors import RankFailure, UsageError
+from unsilent.fingerprints import sums_many
 from unsilent.fingerprints.fused import scale_and_sum
+from unsilent.sharding import is_distributed, module_groups
 from unsilent.watcher import Watcher
 
 
@@ -32,7 +34,8 @@ class Bucket:
     ``buffer`` is flat, in the gradients' dtype; it holds the local values already multiplied by 1/W until the
     reduction, and the reduced values after it. ``parameters`` lie in it one after the other, without gaps. ``rows``
     (the sums of each parameter's part, int64[n, 2]) and ``finite`` are known when the pass that scaled the local values
-    has seen them too; else they are None, and an observer looks for itself.
+    has seen them too; else they are None, and an observer looks for itself. ``keys`` says what the rows are of where that is
+    not one parameter each.
     """
 
     index: int
@@ -40,6 +43,12 @@ class Bucket:
     parameters: tuple[nn.Parameter, ...]
     rows: torch.Tensor | None = None
     finite: bool | None = None
+    keys: tuple[Hashable, ...] | None = None
+
+    def sums(self) -> Iterator[tuple[Hashable, torch.Tensor]]:
+        """The sums of each part, int64[2], by ``id(parameter)`` or what ``keys`` says."""
+        rows = self.rows if self.rows is not None else sums_many([view for _, view in self.views()])
+        return zip(self.keys or [id(p) for p in self.parameters], rows, strict=True)
 
     def views(self, buffer: torch.Tensor | None = None) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter with its slice of ``buffer`` (this bucket's own by default), in the parameter's shape."""
@@ -84,6 +93,8 @@ class Reduction:
         scale: what local gradients were multiplied by before an observer saw them.
         notice: why the reduction is not ours, "" when it is or when there is none.
     """
+
+    sharded = False
 
     def __init__(self, model: nn.Module, observers: list[Observer], watcher: Watcher) -> None:
         self.ddp, self.inner = unwrap(model)
@@ -132,6 +143,19 @@ class Reduction:
             self._inside = self._keep = False
             with self._lock:
                 self._pending.clear()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced over ranks at all."""
+        return self.ddp is not None
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """No reduction in this backward: what it adds is reduced with the next one."""
+        return nullcontext() if self.ddp is None else self.ddp.no_sync()
+
+    def labels(self) -> list[tuple[str, Hashable]]:
+        """What a reading has a row for: names of parameters, and the keys of their rows."""
+        return [(name, id(p)) for name, p in self.inner.named_parameters() if p.requires_grad]
 
     def forget(self) -> None:
         """Drop the copies of local buckets, if any."""
@@ -314,22 +338,25 @@ def check_supported(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
     """Refuse, with the reason, what this version cannot guard.
 
     Raises:
-        UsageError: FSDP, DTensor parameters, sparse embeddings, SyncBatchNorm, a sharded optimizer.
+        UsageError: FSDP1, DTensor parameters outside of FSDP2, sparse embeddings, SyncBatchNorm, a sharded optimizer.
     """
     _, inner = unwrap(model)
+    sharded = {id(p) for group in module_groups(inner) for p in group.parameters}
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UsageError(
             "ZeroRedundancyOptimizer shards the optimizer's state, and no other rank holds a copy of it to compare or "
             "to certify: use the optimizer it wraps"
         )
     for name, parameter in inner.named_parameters():
-        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-            raise UsageError(f"{name} is a DTensor: sharded models are not guarded yet, only plain and DDP models are")
+        if is_distributed(parameter) and id(parameter) not in sharded:
+            raise UsageError(
+                f"{name} is a DTensor that no fully_shard has made: of sharded models only those under FSDP2 are guarded yet"
+            )
     for name, module in inner.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise UsageError(f"module {name} makes sparse gradients, which are not guarded yet; set sparse=False")
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
-            raise UsageError(f"module {name or 'model'} is sharded by FSDP: only plain and DDP models are guarded yet")
+            raise UsageError(f"module {name or 'model'} is sharded by FSDP1: use fully_shard (FSDP2)")
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(
                 f"module {name} is a SyncBatchNorm, whose forward communicates: a rank that replays it alone would wait "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from unsilent.determinism import Kernels, running_with
 from unsilent.errors import UsageError
 from unsilent.fingerprints import combine, sums_many
 from unsilent.generators import GeneratorStates, read_generators, write_generators
+from unsilent.sharding import local
 from unsilent.streams import Streams
 from unsilent.weighing import share_of
 
@@ -82,7 +83,8 @@ class Execution:
     """The results of one rerun. ``gradients`` are scaled like the recorded ones and keyed by ``id(parameter)``.
 
     ``buffers`` are all tensors that the work's capture names, as the forward left them. ``communicated`` says that the
-    user's code used the job's process group, so that no rank may rerun it alone.
+    user's code used the job's process group, so that no rank may rerun it alone. ``extremes`` stand for gradients that were
+    not kept: the least and the largest of their elements.
     """
 
     reading: Reading
@@ -91,6 +93,12 @@ class Execution:
     buffers: dict[str, torch.Tensor]
     outside_state: str
     communicated: bool = False
+    extremes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+    @property
+    def finite(self) -> bool:
+        """Whether no loss and no gradient holds a NaN or Inf; synchronises."""
+        return all(bool(torch.isfinite(v).all()) for v in (*self.losses, *self.gradients.values(), *self.extremes))
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,9 @@ class Recorder:
         self.outside_state = ""
         #: parameters that forwards write (codebooks), by name; captured as buffers are
         self.written: dict[str, nn.Parameter] = {
-            n: p for n, p in inner.named_parameters() if not p.requires_grad and p.numel() <= _MOST_WATCHED
+            n: p
+            for n, p in inner.named_parameters()
+            if not p.requires_grad and p.numel() <= _MOST_WATCHED and local(p).shape == p.shape
         }
         self._written_is_known = False
         #: sums of all parameters after the forward and backward of an audited step; None in other steps
@@ -166,7 +176,7 @@ class Recorder:
         self._micro_batches.clear()
         self.outside_state = ""
         self.attributes = Attributes(self.inner) if watch_attributes else None
-        self.rows = sums_many([p.detach() for p in self.inner.parameters()]) if watch_attributes else None
+        self.rows = sums_many([local(p) for p in self.inner.parameters()]) if watch_attributes else None
 
     def begin_micro_batch(self, batch: Any, weight: float | None = None) -> None:
         """Copy the batch's tensors (a user may change them in place) and the generators."""
@@ -189,7 +199,7 @@ class Recorder:
     def _newly_written(self) -> str:
         """A parameter that this forward wrote, which nobody had expected; from the next step on it is captured."""
         assert self.rows is not None
-        rows = sums_many([p.detach() for p in self.inner.parameters()])
+        rows = sums_many([local(p) for p in self.inner.parameters()])
         differs = (rows != self.rows).any(dim=1).tolist()
         new = {
             n: p
@@ -203,7 +213,7 @@ class Recorder:
     def written_now(self) -> dict[str, torch.Tensor]:
         """The tensors that the capture names (buffers, and parameters that forwards write), as they are now."""
         names = self._micro_batches[0].buffers if self._micro_batches else {}
-        return _named(self.inner, names)
+        return named(self.inner, names)
 
     def work(self, step: int) -> Work:
         """Everything captured since :meth:`begin_step`."""
@@ -233,7 +243,12 @@ class Replayer:
         written: parameters that forwards write, by name; the recorder keeps it up to date.
         traffic: how many collectives the job's group has begun so far.
         streams: on which the micro-batches of a recovery are spread; None keeps them on one.
+
+    Attributes:
+        together: a rerun communicates, so all ranks must make it at the same time.
     """
+
+    together = False
 
     def __init__(
         self,
@@ -292,7 +307,7 @@ class Replayer:
             if self.scale != 1.0:
                 for gradient in gradients.values():
                     gradient.mul_(self.scale)
-            buffers = {n: t.clone() for n, t in _named(self.inner, work.micro_batches[0].buffers).items()}
+            buffers = {n: t.clone() for n, t in named(self.inner, work.micro_batches[0].buffers).items()}
             outside, communicated = before.changed(), self.traffic() != traffic
             reading = read_execution(self.inner, losses, gradients, buffers)
         return Execution(
@@ -362,15 +377,25 @@ def read_execution(
     buffers: dict[str, torch.Tensor],
 ) -> Reading:
     """Digest loss, gradients (absent ones read as zeros do) and buffers, a row each, without synchronising."""
+    present = [key for key in (id(p) for p in inner.parameters()) if key in gradients]
+    rows = sums_many([gradients[key] for key in present])
+    labels: list[tuple[str, Hashable]] = [(n, id(p)) for n, p in inner.named_parameters() if p.requires_grad]
+    return assemble(losses, labels, dict(zip(present, rows, strict=True)), buffers)
+
+
+def assemble(
+    losses: Sequence[torch.Tensor],
+    labels: Sequence[tuple[str, Hashable]],
+    rows: Mapping[Any, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> Reading:
+    """The same where the gradients' sums are known already: ``labels`` are names and the keys of their ``rows``."""
     device = losses[0].device if losses else torch.device("cpu")
-    parameters = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
-    present = [gradients[id(p)] for _, p in parameters if id(p) in gradients]
-    rows = iter(sums_many(present).to(device)) if present else iter(())
     nothing = torch.zeros(2, dtype=torch.int64, device=device)
-    gradient_rows = [next(rows) if id(p) in gradients else nothing for _, p in parameters]
+    gradient_rows = [rows[key].to(device) if key in rows else nothing for _, key in labels]
     names = (
         *(f"loss[{i}]" for i in range(len(losses))),
-        *(f"gradient.{n}" for n, _ in parameters),
+        *(f"gradient.{n}" for n, _ in labels),
         *(f"buffer.{n}" for n in buffers),
     )
     loss_rows = list(sums_many([loss.reshape(1) for loss in losses]))
@@ -378,7 +403,7 @@ def read_execution(
     return Reading(names=names, rows=torch.stack([*loss_rows, *gradient_rows, *buffer_rows]))
 
 
-def _named(inner: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def named(inner: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Buffers and parameters by name, detached, in the order of ``names``; what the model lacks is left out."""
     live: dict[str, torch.Tensor] = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
     return {name: live[name].detach() for name in names if name in live}

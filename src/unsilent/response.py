@@ -31,12 +31,16 @@ from unsilent.journal import Journal
 from unsilent.policy import Situation, decide, person_needed
 from unsilent.records import STATE_SITES, Action, Decision, Kind, Site, Verdict
 from unsilent.recovery.heal import heal
-from unsilent.recovery.rebuild import Share, rebuild
+from unsilent.recovery.rebuild import rebuild
+from unsilent.recovery.rebuild_sharded import rebuild_sharded
 from unsilent.recovery.rollback import PastStep, Rollback
+from unsilent.recovery.share import Share
 from unsilent.recurrence import COMES_BACK
 from unsilent.reduction import Reduction
 from unsilent.replay import Recorder
 from unsilent.ring import Ring
+from unsilent.sharded_reduction import ShardedReduction
+from unsilent.sharded_replay import ShardedReplayer
 from unsilent.standing import Standing
 from unsilent.world import World
 
@@ -88,7 +92,7 @@ class Response:
         journal: Journal,
         *,
         inventory: Inventory,
-        reduction: Reduction,
+        reduction: Reduction | ShardedReduction,
         recorder: Recorder,
         ring: Ring,
         rollback: Rollback,
@@ -116,6 +120,9 @@ class Response:
         self.alarms: Counter[str] = Counter()
         self.stopped = False
         self.unsound = ""
+        #: the step before which copies that nobody could tell apart were last gone back, and whether that was in vain
+        self._even_copies_at = -1
+        self._copies_drift = False
 
     # ---- deciding ----------------------------------------------------------------------------------------------------
 
@@ -123,7 +130,7 @@ class Response:
         """What is to be done about a finding of this step."""
         verdict = finding.verdict
         nodes = {s.node for s in verdict.suspects if s.node is not None}
-        reducible = self._reduction.hooked or self._reduction.ddp is None
+        reducible = self._reduction.hooked or not self._reduction.reduces
         in_state = verdict.site in STATE_SITES
         contaminated = self._standing.vouched < moment.step - 1
         way_back_matters = in_state or (verdict.kind is Kind.PERSISTENT and contaminated)
@@ -137,6 +144,7 @@ class Response:
             # Nobody can have used the wrong state before it read clean: at the last step, or before the first one.
             heal_allowed=in_state
             and reducible
+            and not self._reduction.sharded  # a wrong shard has been gathered by all ranks of its replica
             and (moment.first or self._standing.last_clean_vote >= moment.step - 1)
             and all(self._world.gather(self._can_heal(finding), step=moment.step, tag=_TAG_HEAL)),
             no_way_back=self._way_back(verdict, moment.step).missing if way_back_matters else "it is not needed",
@@ -144,6 +152,7 @@ class Response:
             approved=bool(nodes & self._standing.approved()),
             recorded_is_right=finding.recorded_is_right,
             harmless=finding.harmless,
+            even_copies=self._even_copies(verdict, moment.step),
         )
         decision = decide(verdict, situation)
         # A loss scaler skips such an update by itself.
@@ -154,6 +163,13 @@ class Response:
                 return Decision(action=Action.RECOMPUTE, would=Action.RECOMPUTE, reason=decision.reason)
             return Decision(action=Action.STOP, would=Action.STOP, reason="the gradient is not finite")
         return decision
+
+    def _even_copies(self, verdict: Verdict, step: int) -> bool:
+        """Whether a vote ended without a majority, and running the steps again may help: not where replicas drift."""
+        if verdict.kind is not Kind.INCONCLUSIVE or verdict.check != "replicas" or self._inquiry.unlike_replicas:
+            return False
+        self._copies_drift |= self._even_copies_at == step
+        return not self._copies_drift
 
     def record(self, decided: list[tuple[Finding, Decision]], moment: Moment) -> None:
         """Events, evidence and strikes of what was found; before anybody acts."""
@@ -216,15 +232,7 @@ class Response:
                     return True  # nobody holds the right value: the same gradient must not pass as a new one
                 self._reduction.forget()  # work that repeats nowhere: all compute anew, and `finite` looks again
         local: list[torch.Tensor] = []
-        changed = rebuild(
-            self._world,
-            self._reduction,
-            self._ring,
-            shares,
-            losses,
-            observe=lambda b: local.extend(extremes([b])),
-            only=None if shares else self._wrong_buckets(every),
-        )
+        changed = self._rebuild(shares, every, losses, observe=lambda b: local.extend(extremes([b])))
         if changed is None:
             return True
         if why := person_needed([f.verdict for f in every], changed):
@@ -233,8 +241,25 @@ class Response:
         self._finite.recheck(local)
         self._settle()
         if action is Action.HEAL or "replicas" in moment.due:
-            self._replicas.read(gradients=self._reduction.ddp is not None)
+            self._replicas.read(gradients=self._reduction.reduces)
         return True
+
+    def _rebuild(
+        self,
+        shares: tuple[Share, ...],
+        every: list[Finding],
+        losses: list[torch.Tensor],
+        *,
+        observe: Callable[[torch.Tensor], None],
+    ) -> float | None:
+        """The step's gradients anew, with these shares; by how much they have changed, None where it failed somewhere."""
+        if isinstance(self._reduction, Reduction):
+            only = None if shares else self._wrong_buckets(every)
+            return rebuild(self._world, self._reduction, self._ring, shares, losses, observe=observe, only=only)
+        replayer, reading = self._ring.replayer, self._audit.recorded
+        assert isinstance(replayer, ShardedReplayer)
+        recorded = self._audit.digest_of(reading) if shares and reading is not None else None
+        return rebuild_sharded(self._world, replayer, self._ring, shares, losses, recorded=recorded, observe=observe)
 
     def _way_back(self, verdict: Verdict, step: int) -> WayBack:
         """The newest state that is trusted and that the fault cannot have touched, if the kept batches reach from there
@@ -244,7 +269,7 @@ class Response:
             return WayBack(missing="nothing is kept to go back to (snapshot_every, replicas_every)")
         if any(self._world.gather(self._audit.communicates, step=step, tag=_TAG_COMMUNICATES)):
             return WayBack(missing="the model communicates, so no rank can rerun its work alone")
-        if not self._reduction.hooked and self._reduction.ddp is not None:
+        if not self._reduction.hooked and self._reduction.reduces:
             return WayBack(missing=self._reduction.notice)
         oldest, newest = step - self._config.keep_batches, step
         if verdict.site not in STATE_SITES:
@@ -292,6 +317,8 @@ class Response:
 
     def _roll_back(self, verdict: Verdict, step: int, current: PastStep | None, losses: list[torch.Tensor]) -> None:
         """Back to the newest state that is still trusted, in memory or on disk, and forward again; else the run stops."""
+        if verdict.kind is Kind.INCONCLUSIVE:
+            self._even_copies_at = step
         way = self._way_back(verdict, step)
         if way.missing:
             self.stop(verdict, step, f"there is no way back: {way.missing}")
@@ -319,7 +346,7 @@ class Response:
             self._finite.recheck(local)
         self._settle()
         self._attempt(
-            "replicas", lambda: self._replicas.read(gradients=current is not None and self._reduction.ddp is not None)
+            "replicas", lambda: self._replicas.read(gradients=current is not None and self._reduction.reduces)
         )
 
     def _load(self, verdict: Verdict, step: int, saved: Saved) -> None:

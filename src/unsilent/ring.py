@@ -5,6 +5,7 @@ Every rank takes part in every exchange, also one whose own part failed: it send
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ import torch
 from unsilent.attributes import Attributes
 from unsilent.checks.audit import Audit
 from unsilent.determinism import Kernels
+from unsilent.errors import RankFailure
 from unsilent.localize import next_replays
 from unsilent.records import AuditEvidence, Execution, Replay
 from unsilent.replay import Execution as Run
@@ -59,14 +61,14 @@ class Ring:
         self.kernels = Kernels.DEFAULT
         #: the state has changed since this step was recorded, so that its recording is that of other weights
         self.stale = False
-        self._start: Attributes | None = None
+        self.start: Attributes | None = None
 
     def begin(self, work: Work | None, *, kernels: Kernels, start: Attributes | None) -> None:
         """Take this rank's own work of the step; ``start`` are the attributes its forward began with, if known."""
         self.works = {} if work is None else {self.world.rank: work}
         self.kernels = kernels
         self.stale = False
-        self._start = start
+        self.start = start
 
     def swap(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:
         """Send this rank's work to its auditor and receive the auditee's; every rank calls it.
@@ -102,6 +104,8 @@ class Ring:
             failure = self._unpack(self.auditee, theirs.work)
         if self.auditee is not None and not failure:
             replayed, failure = self._rerun(self.auditee)
+        elif self.replayer.together:
+            self._rerun(self.world.rank)  # the others need this rank in their reruns
         own: list[Execution] = []
         for _ in range(own_replays):
             run, why = self._rerun(self.world.rank)
@@ -118,7 +122,7 @@ class Ring:
             weights=weights,
             auditee_weights=theirs.weights if self.auditee is not None else None,
             finite=finite,
-            replay_finite=True if replayed is None else _finite(replayed),
+            replay_finite=True if replayed is None else replayed.finite,
             own=own,
         )
 
@@ -132,8 +136,9 @@ class Ring:
             if not requests:
                 break
             self._forward(requests, step)
-            mine = [(r.auditee, self._execution(*self._rerun(r.auditee)))
-                    for r in requests if r.executor == self.world.rank for _ in range(r.times)]  # fmt: skip
+            asked = [r.auditee for r in requests if r.executor == self.world.rank for _ in range(r.times)]
+            mine = [(auditee, self._execution(*self._rerun(auditee))) for auditee in asked]
+            self._keep_up(requests, done=len(asked))
             everyone = self.world.gather(mine, step=step, tag=_TAG_EXECUTIONS)
             made = [pair for pairs in everyone for pair in pairs]
             current = [
@@ -142,9 +147,14 @@ class Ring:
             ]
         return current
 
+    def stand_by(self, *, own_replays: int) -> None:
+        """In place of :meth:`compare` on a rank that could not read its own step: take part in the others' reruns."""
+        for _ in range(1 + own_replays if self.replayer.together else 0):
+            self._rerun(self.world.rank)
+
     def rerun(self, auditee: int, *, spread: bool = False) -> Run:
         """Rerun work that this rank holds; raises what the user's code raises. ``spread`` as in :meth:`Replayer.run`."""
-        return self.replayer.run(self.works[auditee], kernels=self.kernels, start=self._start, spread=spread)
+        return self.replayer.run(self.works[auditee], kernels=self.kernels, start=self.start, spread=spread)
 
     def _parcel(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:
         if reading is None:
@@ -197,23 +207,32 @@ class Ring:
         except Exception:  # noqa: BLE001 - an empty parcel: the executor reports that it could not run it
             return b""
 
+    def _keep_up(self, requests: Sequence[Replay], *, done: int) -> None:
+        """Where reruns are made together: this rank's own work again, as often as the others have more to do."""
+        if not self.replayer.together:
+            return
+        asked = Counter[int]()
+        for request in requests:
+            asked[request.executor] += request.times
+        for _ in range(max(asked.values()) - done):
+            self._rerun(self.world.rank)
+
     def _rerun(self, auditee: int) -> tuple[Run | None, str]:
         try:
+            if auditee not in self.works:
+                if self.replayer.together:
+                    self.rerun(self.world.rank)
+                return None, "the work did not arrive"
             run = self.rerun(auditee)
             self.audit.communicates |= run.communicated
             return run, ""
-        except KeyError:
-            return None, "the work did not arrive"
+        except RankFailure:
+            raise
         except Exception as error:  # noqa: BLE001 - user code or memory: a replay that cannot run is evidence
             return None, f"{type(error).__name__}: {error}"
 
     def _execution(self, run: Run | None, failure: str) -> Execution:
         digest = None if run is None else self.audit.digest_of(run.reading)
         return Execution(
-            rank=self.world.rank, digest=digest, finite=True if run is None else _finite(run), failure=failure
+            rank=self.world.rank, digest=digest, finite=True if run is None else run.finite, failure=failure
         )
-
-
-def _finite(run: Run) -> bool:
-    values = [*run.losses, *run.gradients.values()]
-    return all(bool(torch.isfinite(v).all()) for v in values)

@@ -134,7 +134,7 @@ class World:
     def reduce_max(self, vector: torch.Tensor) -> torch.Tensor:
         """All-reduce an int64 host vector with MAX, in place; blocks until all ranks came or one failed."""
         if self.size > 1:
-            self._wait(dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+            self.wait(dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         return vector
 
     def gather(self, value: Any, *, step: int, tag: int) -> list[Any]:
@@ -144,14 +144,14 @@ class World:
         data = _to_bytes(value)
         header = torch.tensor([_HEADER_MAGIC, step, tag, data.numel()], dtype=torch.int64)
         headers = [torch.empty_like(header) for _ in range(self.size)]
-        self._wait(dist.all_gather(headers, header, group=self.group, async_op=True))
+        self.wait(dist.all_gather(headers, header, group=self.group, async_op=True))
         for rank, other in enumerate(headers):
             self._same_place(header, other, rank)
         longest = max(int(h[3]) for h in headers)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: data.numel()] = data
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
+        self.wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
         return [_from_bytes(part[: int(h[3])]) for part, h in zip(parts, headers, strict=True)]
 
     def exchange(
@@ -166,35 +166,60 @@ class World:
         headers_in = {rank: torch.empty(4, dtype=torch.int64) for rank in receives}
         works = [dist.isend(h, to, group=self.group) for (to, _), h in zip(outgoing, headers_out, strict=True)]
         works += [dist.irecv(h, rank, group=self.group) for rank, h in headers_in.items()]
-        self._wait(*works)
+        self.wait(*works)
         expected = torch.tensor([_HEADER_MAGIC, step, tag, 0], dtype=torch.int64)
         for rank, header in headers_in.items():
             self._same_place(expected, header, rank)
         parts = {rank: torch.empty(int(h[3]), dtype=torch.uint8) for rank, h in headers_in.items()}
         works = [dist.isend(data, to, group=self.group) for to, data in outgoing]
         works += [dist.irecv(part, rank, group=self.group) for rank, part in parts.items()]
-        self._wait(*works)
+        self.wait(*works)
         return {rank: _from_bytes(part) for rank, part in parts.items()}
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor's bits to one rank, which calls :meth:`receive` with a tensor of the same size and dtype."""
         host = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu() if tensor.numel() else None
         if host is not None:
-            self._wait(dist.isend(host, to, group=self.group))
+            self.wait(dist.isend(host, to, group=self.group))
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor`` with the bits that ``source`` sends."""
         if tensor.numel() == 0:
             return
         host = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-        self._wait(dist.irecv(host, source, group=self.group))
+        self.wait(dist.irecv(host, source, group=self.group))
         with torch.no_grad():
             tensor.copy_(host.view(tensor.dtype).view(tensor.shape))
+
+    def scatter(self, values: torch.Tensor, source: int) -> torch.Tensor:
+        """Spread the bits of ``values`` on rank ``source`` over all ranks: uint8[chunk], in host memory.
+
+        All ranks call it, with tensors of the same size and dtype; what the others hold does not matter.
+        """
+        size = -(-values.numel() * values.element_size() // self.size)
+        chunk = torch.empty(size, dtype=torch.uint8)
+        parts = None
+        if self.rank == source:
+            padded = torch.zeros(size * self.size, dtype=torch.uint8)
+            bits = values.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+            padded[: bits.numel()] = bits
+            parts = list(padded.chunk(self.size))
+        self.wait(dist.scatter(chunk, parts, src=source, group=self.group, async_op=True))
+        return chunk
+
+    def collect(self, chunk: torch.Tensor, values: torch.Tensor, to: int) -> None:
+        """The inverse of :meth:`scatter`: overwrite ``values`` on rank ``to`` with the chunks of all ranks."""
+        parts = [torch.empty_like(chunk) for _ in range(self.size)] if self.rank == to else None
+        self.wait(dist.gather(chunk, parts, dst=to, group=self.group, async_op=True))
+        if parts is not None:
+            bits = torch.cat(parts)[: values.numel() * values.element_size()]
+            with torch.no_grad():
+                values.copy_(bits.view(values.dtype).view(values.shape))
 
     def reduce_in_job(self, buffer: torch.Tensor) -> None:
         """Sum ``buffer`` over the job's own group, exactly as the job reduces its gradients."""
         if self.size > 1:
-            self._wait(dist.all_reduce(buffer, group=self.job_group, async_op=True))
+            self.wait(dist.all_reduce(buffer, group=self.job_group, async_op=True))
 
     def job_traffic(self) -> int:
         """How many collectives the job's group has begun so far on this rank."""
@@ -209,14 +234,15 @@ class World:
             return
         self.watcher.close(together=together)
         if together and self.size > 1 and self.watcher.failure is None:
-            self._wait(dist.barrier(group=self.group, async_op=True))
+            self.wait(dist.barrier(group=self.group, async_op=True))
             # Seven descriptors and three threads at 3 ranks: a process that makes many guards would run out of them.
             dist.destroy_process_group(self.group)
             self.group = None
         if self._waiter is not None:
             self._waiter.close()
 
-    def _wait(self, *works: Any) -> None:
+    def wait(self, *works: Any) -> None:
+        """Wait for collectives that were begun with ``async_op=True``; raises when another rank has failed meanwhile."""
         self.watcher.raise_if_failed()
         for work in works:
             if work is None:  # this rank is not in the group

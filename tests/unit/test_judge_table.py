@@ -307,6 +307,17 @@ def test_ranks_that_differ_in_everything_were_never_synchronised(world: int) -> 
     assert "not synchronised: w1, w2" in verdict.reason
 
 
+def test_copies_that_differ_in_most_weights_before_anything_was_done_were_never_synchronised() -> None:
+    votes = [vote("xy", "w1"), vote("xy", "w2"), vote("zz", "bias"), vote("zz", "gradient.w1", Site.REDUCTION)]
+    (verdict,) = judge_votes(votes, on_nodes("ab"), nothing_done_yet=True)
+    assert (verdict.kind, verdict.suspects, verdict.tensors) == (S, (), ("w1", "w2"))
+    assert [v.kind for v in judge_votes(votes, on_nodes("ab"))] == [I]
+    one = [vote("xy", "w1"), vote("zz", "w2"), vote("zz", "bias")]
+    assert [v.kind for v in judge_votes(one, on_nodes("ab"), nothing_done_yet=True)] == [I]
+    minority = [vote("xyx", "w1"), vote("xyx", "w2")]
+    assert [v.kind for v in judge_votes(minority, on_nodes("abc"), nothing_done_yet=True)] == [T]
+
+
 def test_votes_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="2 digests for 3 places"):
         judge_votes([vote("xy")], ABC)

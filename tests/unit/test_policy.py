@@ -78,6 +78,11 @@ def decided(found: Verdict, **changes: Any) -> Decision:
         # INCONCLUSIVE
         (verdict(I), {}, Action.CONTINUE),
         (verdict(I), {"on_inconclusive": "stop"}, Action.STOP),
+        (verdict(I, Site.WEIGHTS), {"even_copies": True, "no_way_back": ""}, Action.ROLLBACK),
+        (verdict(I, Site.WEIGHTS), {"even_copies": True}, Action.CONTINUE),
+        (verdict(I, Site.WEIGHTS), {"no_way_back": ""}, Action.CONTINUE),
+        (verdict(I), {"even_copies": True, "no_way_back": ""}, Action.CONTINUE),
+        (verdict(I, Site.WEIGHTS), {"even_copies": True, "no_way_back": "", "on_inconclusive": "stop"}, Action.STOP),
     ],
 )
 def test_act_mode(found: Verdict, changes: dict[str, Any], action: Action) -> None:
@@ -113,6 +118,7 @@ def test_waiting_for_approval_says_how_to_approve() -> None:
             "contaminated": st.booleans(),
             "approved": st.booleans(),
             "recorded_is_right": st.booleans(),
+            "even_copies": st.booleans(),
             "on_inconclusive": st.sampled_from(["continue", "stop"]),
         }
     ),

@@ -12,7 +12,7 @@ each parameter and buffer. Calibration adds two replays once; an alarm adds at m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from unsilent.checks.protocol import Coverage, Moment
 from unsilent.fingerprints import sums_many
 from unsilent.records import AuditEvidence, Execution, Place, Site
 from unsilent.reduction import Bucket
-from unsilent.replay import Reading, Recorder, Work, read_execution
+from unsilent.replay import Reading, Recorder, Work, assemble, read_execution
 
 
 class Strength(str, Enum):
@@ -68,6 +68,7 @@ class Audit:
         recorder: holds the capture of the live step.
         auditors: for each rank, who audits it; None where nobody can.
         reduces: whether buckets are reduced; without, local gradients are read from ``.grad``.
+        labels: what a reading has a row for, see :meth:`unsilent.reduction.Reduction.labels`.
         scale: what local gradients are multiplied by before they are reduced.
     """
 
@@ -85,14 +86,16 @@ class Audit:
         places: Sequence[Place],
         period: int,
         reduces: bool,
+        labels: Callable[[], list[tuple[str, Hashable]]],
         scale: float = 1.0,
     ) -> None:
+        self._labels = labels
         self.period = period
         self.config = config
         self.strength = Strength.BITWISE
         self._inner, self._recorder, self._rank, self._reduces = inner, recorder, rank, reduces
         self.auditors, self._places, self._scale = auditors, places, scale
-        self._rows: dict[int, torch.Tensor] = {}
+        self._rows: dict[Hashable, torch.Tensor] = {}
         self._micro_rows: dict[int, torch.Tensor] = {}
         self._micro_batch: int | None = None
         self._reading: Reading | None = None
@@ -169,9 +172,7 @@ class Audit:
     def before_reduction(self, bucket: Bucket) -> None:
         # In every step, so that any step can still be audited when another check asks for it.
         if self.strength is not Strength.OFF:
-            rows = bucket.rows if bucket.rows is not None else sums_many([view for _, view in bucket.views()])
-            for parameter, row in zip(bucket.parameters, rows, strict=True):
-                self._rows[id(parameter)] = row
+            self._rows.update(bucket.sums())
 
     def before_update(self, moment: Moment) -> None:
         return
@@ -284,24 +285,11 @@ class Audit:
     def _read(self, losses: Sequence[torch.Tensor]) -> Reading:
         buffers = self._recorder.written_now()
         if self._micro_batch is not None:
-            return self._assemble([losses[self._micro_batch]], self._micro_rows, {})
+            return assemble([losses[self._micro_batch]], self._labels(), self._micro_rows, {})
         if self._reduces:
-            return self._assemble(losses, self._rows, buffers)
+            return assemble(losses, self._labels(), self._rows, buffers)
         gradients = {id(p): p.grad for p in self._inner.parameters() if p.grad is not None}
         return read_execution(self._inner, losses, gradients, buffers)
-
-    def _assemble(
-        self, losses: Sequence[torch.Tensor], rows: dict[int, torch.Tensor], buffers: dict[str, torch.Tensor]
-    ) -> Reading:
-        """Like :func:`read_execution`, with gradient rows that were taken while the buckets passed."""
-        empty = read_execution(self._inner, losses, {}, buffers)
-        parameters = [(n, p) for n, p in self._inner.named_parameters() if p.requires_grad]
-        at = {name: i for i, name in enumerate(empty.names)}
-        table = empty.rows.clone()
-        for name, parameter in parameters:
-            if id(parameter) in rows:
-                table[at[f"gradient.{name}"]] = rows[id(parameter)]
-        return Reading(names=empty.names, rows=table)
 
     def _cut(self, reading: Reading) -> Reading:
         """Only what may be compared: everything, or only the losses."""

@@ -42,6 +42,7 @@ class Finite:
         scaler: whether a loss scaler is in use, so that an overflow may be its normal search.
         averages: whether gradients are divided by the number of ranks before they are summed.
         clips: whether the step clips by the norm of the gradients, without a scaler; that norm is then computed here.
+        replicated: whether every rank holds the whole reduced gradient.
     """
 
     name = "finite"
@@ -57,7 +58,9 @@ class Finite:
         scaler: bool,
         averages: bool = False,
         clips: bool = False,
+        replicated: bool = True,
     ) -> None:
+        self.replicated = replicated
         self._inventory, self._config, self._reduces, self._scaler = inventory, config, reduces, scaler
         self._averages, self._clips = averages, clips
         #: the norm of all gradients, where the step clips by it: computed once, for the check and for clipping

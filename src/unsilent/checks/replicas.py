@@ -30,17 +30,27 @@ from unsilent.reduction import Bucket
 _MASK = 0x7FFFFFFFFFFFFFFF
 
 
+#: what a rank holds of each site: the ranks that must hold the same, and one number over it
+_Shares = dict[str, list[tuple[tuple[int, ...], int]]]
+
+
 @dataclass(frozen=True)
 class _Table:
-    """The fingerprints of one site: a row for each entry."""
+    """The fingerprints of one site: a row for each entry, and which ranks must hold the same (None: all)."""
 
     names: tuple[str, ...]
     rows: torch.Tensor
+    copies: tuple[tuple[int, ...] | None, ...]
 
     def digest(self) -> torch.Tensor:
         """One int64 on the device over names and rows."""
         names = zlib.crc32("\n".join(self.names).encode())
         return combine(self.rows) ^ names if self.names else torch.zeros((), dtype=torch.int64)
+
+    def only(self, copies: tuple[int, ...] | None) -> _Table:
+        """The entries that these ranks must hold alike."""
+        at = [i for i, ranks in enumerate(self.copies) if ranks == copies]
+        return _Table(names=tuple(self.names[i] for i in at), rows=self.rows[at], copies=(copies,) * len(at))
 
 
 class Replicas:
@@ -50,15 +60,27 @@ class Replicas:
         inventory: of the inner module and the optimizer.
         counters: gives the values that must be equal, by name.
         period: compare tensors every so many steps, and whenever forced.
+        exchange: where the state is sharded: gives every rank what all ranks gave, in order.
+        alone: no rank holds what another holds, so that shards are not compared.
     """
 
     name = "replicas"
     sites: tuple[Site, ...] = (Site.WEIGHTS, Site.OPTIMIZER_STATE, Site.REDUCTION, Site.OPTIMIZER)
 
     def __init__(
-        self, inventory: Inventory, counters: Callable[[], dict[str, str]], *, period: int, reduces: bool
+        self,
+        inventory: Inventory,
+        counters: Callable[[], dict[str, str]],
+        *,
+        period: int,
+        reduces: bool,
+        exchange: Callable[[Any], list[Any]] | None = None,
+        alone: bool = False,
     ) -> None:
         self.period = period
+        self._exchange, self._alone = exchange, alone
+        self._mine: _Shares = {}
+        self._unlike = frozenset[str]()  # sites whose shards differ between ranks that must hold the same
         self._inventory, self._counters, self._reduces = inventory, counters, reduces
         self._tables: dict[str, _Table] = {}
         self._values: dict[str, str] = {}
@@ -71,6 +93,8 @@ class Replicas:
         )  # fmt: skip
         if not self.period:  # no votes: the counters are compared all the same
             return (counters,)
+        if self._exchange is not None:
+            return (*self._coverage_of_shards(when), counters)
         return (
             Coverage(
                 site="weights", check=self.name, how="bitwise vote over all ranks", when=when,
@@ -86,6 +110,17 @@ class Replicas:
             ),
             counters,
         )  # fmt: skip
+
+    def _coverage_of_shards(self, when: str) -> tuple[Coverage, ...]:
+        if self._alone:
+            blind = "every shard has a single owner: no rank holds a second copy of it, so nothing at rest is compared"
+            return tuple(
+                Coverage(site=s, check="-", how="", when="", blind=blind) for s in ("weights", "optimizer_state")
+            )
+        blind = "the same error on a majority of a shard's copies; with 2 copies nobody is named"
+        how = "bitwise vote over the copies of each shard"
+        rows = (("weights", how), ("optimizer_state", how), ("reduction", f"{how} of the reduced gradients"))
+        return tuple(Coverage(site=s, check=self.name, how=how, when=when, blind=blind) for s, how in rows)
 
     def declares(self) -> Declaration:
         return Declaration(digests=("counters", "weights", "optimizer_state", "gradient", "buffers"))
@@ -106,7 +141,16 @@ class Replicas:
             self.read(gradients=self._reduces)
 
     def read(self, *, gradients: bool) -> None:
-        """Take the fingerprints of everything that must be equal."""
+        """Take the fingerprints of everything that must be equal; where the state is sharded all ranks call it together."""
+        self._mine = {}
+        try:
+            self._take(gradients=gradients)
+            self._mine = self._shares() if self._exchange is not None else {}
+        finally:  # the others wait for this rank, also where it could not read its own state
+            if self._exchange is not None:
+                self._unlike = _unlike(self._exchange(self._mine))
+
+    def _take(self, *, gradients: bool) -> None:
         self._values = self._counters()
         buffers = [e for e in self._inventory.buffers() if e.replicated]
         self._tables = {
@@ -114,6 +158,13 @@ class Replicas:
             "optimizer_state": _table(self._inventory.optimizer_state()),
             "gradient": _table(self._inventory.gradients() if gradients else []),
             "buffers": _table(buffers),
+        }
+
+    def _shares(self) -> _Shares:
+        """By site, one number for each set of ranks that must hold the same shards as this one."""
+        return {
+            site: [(c, int(table.only(c).digest()) & _MASK) for c in dict.fromkeys(table.copies) if c is not None]
+            for site, table in self._tables.items()
         }
 
     def rows(self) -> dict[str, torch.Tensor]:
@@ -128,8 +179,11 @@ class Replicas:
         """
         found: dict[str, str | None] = {}
         for site, table in self._tables.items():
+            if self._exchange is not None:  # one rank's shards say nothing of the others'
+                continue
             order = sorted(range(len(table.names)), key=table.names.__getitem__)
-            ordered = _Table(names=tuple(table.names[i] for i in order), rows=table.rows[order])
+            names = tuple(table.names[i] for i in order)
+            ordered = _Table(names=names, rows=table.rows[order], copies=(None,) * len(names))
             found[site] = f"{int(ordered.digest()):016x}" if order else None
         return found
 
@@ -139,25 +193,37 @@ class Replicas:
         Args:
             rows: the sums of all parameters, where somebody has taken them already.
         """
+        if self._exchange is not None:  # the pair holds other shards; what it computed with was gathered from all
+            return 0
         weights = self._inventory.weights()
-        table = _table(weights) if rows is None else _Table(names=tuple(e.name for e in weights), rows=rows)
-        return int(table.digest()) & _MASK
+        if rows is None:
+            return int(_table(weights).digest()) & _MASK
+        names = tuple(e.name for e in weights)
+        return int(_Table(names=names, rows=rows, copies=(None,) * len(names)).digest()) & _MASK
 
     def fill(self) -> tuple[dict[str, bool], dict[str, int]]:
-        text = repr(sorted(self._values.items())).encode()
-        digests = {"counters": int.from_bytes(hashlib.sha256(text).digest()[:8], "big") & _MASK}
+        digests = {"counters": _number(repr(sorted(self._values.items())))}
         if self._tables:
             device = next((t.rows.device for t in self._tables.values() if t.names), torch.device("cpu"))
-            scalars = torch.stack([t.digest().to(device) for t in self._tables.values()])
+            common = [t if self._exchange is None else t.only(None) for t in self._tables.values()]
+            scalars = torch.stack([t.digest().to(device) for t in common])
             digests |= {key: value & _MASK for key, value in zip(self._tables, scalars.tolist(), strict=True)}
+            for site in self._unlike & self._tables.keys():
+                digests[site] = _number(repr((digests[site], self._mine.get(site))))
         return {}, digests
 
     def alarm(self, agreed: Agreed) -> bool:
         return any(agreed.differs(self.name, digest) for digest in self.declares().digests)
 
-    def details(self) -> tuple[dict[str, str], dict[str, tuple[tuple[str, ...], list[list[int]]]]]:
-        """(counters, {site: (names, fingerprint rows)})."""
-        return self._values, {key: (table.names, table.rows.tolist()) for key, table in self._tables.items()}
+    def details(self) -> tuple[dict[str, str], dict[str, dict[tuple[str, tuple[int, ...]], list[int]]]]:
+        """(counters, {site: {(name, the ranks that must hold the same, () for all): fingerprint}})."""
+        return self._values, {
+            site: {
+                (name, copies or ()): row
+                for name, copies, row in zip(table.names, table.copies, table.rows.tolist(), strict=True)
+            }
+            for site, table in self._tables.items()
+        }
 
     def evidence(self, step: int, details: Sequence[Any]) -> tuple[CounterEvidence | VoteEvidence, ...]:
         """Counters that differ, and the votes over all tensors when one of them differs or is missing on a rank."""
@@ -174,10 +240,11 @@ class Replicas:
             "gradient": Site.REDUCTION,
         }
         for key, site in sites.items():
-            tables = [dict(zip(*tables.get(key, ((), ())), strict=True)) for _, tables in details]
-            for name in dict.fromkeys(name for table in tables for name in table):
-                digests = tuple(_hex(table.get(name)) for table in tables)
-                votes.append(VoteEvidence(step=step, site=site, tensor=name, digests=digests))
+            tables = [tables.get(key, {}) for _, tables in details]
+            for name, copies in dict.fromkeys(entry for table in tables for entry in table):
+                voters = [tables[rank] for rank in copies] if copies else tables
+                digests = tuple(_hex(table.get((name, copies))) for table in voters)
+                votes.append(VoteEvidence(step=step, site=site, tensor=name, digests=digests, ranks=copies))
         # The judge also needs the tensors that agree: one that differs alone is a flip, all of them are no flip.
         disagreement = any(len(set(vote.digests)) > 1 for vote in votes)
         return (*found, *votes) if disagreement else tuple(found)
@@ -189,7 +256,22 @@ class Replicas:
 def _table(entries: list[Entry]) -> _Table:
     names = tuple(entry.name for entry in entries)
     rows = sums_many([e.tensor for e in entries]) if entries else torch.zeros(0, 2, dtype=torch.int64)
-    return _Table(names=names, rows=rows)
+    return _Table(names=names, rows=rows, copies=tuple(entry.copies for entry in entries))
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") & _MASK
+
+
+def _unlike(shares: Sequence[_Shares]) -> frozenset[str]:
+    """The sites at which ranks that must hold the same shards do not; the same on all ranks."""
+    return frozenset(
+        site
+        for mine in shares
+        for site, held in mine.items()
+        for copies, digest in held
+        if any((copies, digest) not in shares[other].get(site, ()) for other in copies)
+    )
 
 
 def _hex(row: list[int] | None) -> str | None:

@@ -23,6 +23,7 @@ from unsilent.errors import UsageError
 from unsilent.lab.corruption import bits, corrupted_values, positions, positions_at_rate, seeded
 from unsilent.lab.faults import GROUP, Fault
 from unsilent.lab.operations import Operation, Operations
+from unsilent.sharding import is_distributed, local
 
 KEPT_ELEMENTS = 1024
 """Elements of one injection whose values are kept; a stuck lane may hit many more."""
@@ -138,7 +139,7 @@ class Injector:
         if self.fault.site not in ("weight", "optimizer_state"):
             return
         # .data: real memory does not bump autograd's version counter either.
-        state = (self._state() if self.fault.in_force(step) else self._parameter).data
+        state = local((self._state() if self.fault.in_force(step) else self._parameter).data)
         shot = self._draw(step, state)
         if shot is not None:
             self._corrupt(state, shot)
@@ -475,7 +476,9 @@ class _WrongWork:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or the values of a sparse gradient."""
+    """The tensor itself, this rank's part of a distributed one, or the values of a sparse gradient."""
+    if is_distributed(tensor):
+        return local(tensor)
     return tensor._values() if tensor.is_sparse else tensor
 
 

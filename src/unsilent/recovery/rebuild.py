@@ -9,25 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
+from unsilent.recovery.share import Share
 from unsilent.reduction import Reduction
 from unsilent.replay import Execution as Run
 from unsilent.ring import Ring
 from unsilent.world import World
 
 _TAG_OK = 31
-
-
-@dataclass(frozen=True)
-class Share:
-    """The work of ``auditee`` is to be taken from ``source``, whose rerun must give ``digest`` (None: any)."""
-
-    auditee: int
-    source: int
-    digest: str | None
 
 
 def rebuild(

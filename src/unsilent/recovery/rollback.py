@@ -21,9 +21,10 @@ from unsilent.inventory import Inventory
 from unsilent.recovery.snapshot import Settings, Snapshot, put_settings, restore, settings_of, take
 from unsilent.reduction import Bucket, Reduction
 from unsilent.replay import Execution, Replayer, Work, pack, unpack
+from unsilent.sharded_reduction import ShardedReduction
 from unsilent.world import World
 
-_TAG_READY, _TAG_BUFFERS, _TAG_WORK, _TAG_RAN, _TAG_SHARE = 50, 51, 52, 53, 54
+_TAG_READY, _TAG_BUFFERS, _TAG_WORK, TAG_RAN, _TAG_SHARE = 50, 51, 52, 53, 54
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class Rollback:
         self,
         world: World,
         inventory: Inventory,
-        reduction: Reduction,
+        reduction: Reduction | ShardedReduction,
         replayer: Replayer,
         *,
         update: Callable[[], None],
@@ -157,11 +158,9 @@ class Rollback:
         training = [m.training for m in self._inner.modules()]
         try:
             for past in kept:
-                made, problem = self._run_again(past, first=past is kept[0], substitutes=substitutes)
-                if made is None:
+                problem = self._redo(past, first=past is kept[0], substitutes=substitutes)
+                if problem:
                     return problem
-                self._reduce(made)
-                self._put_gradients(past, made)
                 self._update()
         finally:
             for parameter, gradient in gradients:
@@ -169,17 +168,40 @@ class Rollback:
             self._set_training(training)
         if current is None:
             return ""
-        made, problem = self._run_again(current, first=not kept, substitutes=substitutes)
+        return self._redo_current(current, losses, first=not kept, substitutes=substitutes, observe=observe)
+
+    def _redo(self, past: PastStep, *, first: bool, substitutes: Mapping[int, int]) -> str:
+        """The gradients of one step, into ``.grad``, ready for its update; or why some rank could not make them."""
+        made, problem = self._run_again(past, first=first, substitutes=substitutes)
+        if made is None:
+            return problem
+        self._reduce(made)
+        self._put_gradients(past, made)
+        return ""
+
+    def _redo_current(
+        self,
+        current: PastStep,
+        losses: Sequence[torch.Tensor],
+        *,
+        first: bool,
+        substitutes: Mapping[int, int],
+        observe: Callable[[torch.Tensor], None],
+    ) -> str:
+        """The same for the step that is under way: its gradients are written where they are, and its losses too."""
+        made, problem = self._run_again(current, first=first, substitutes=substitutes)
         if made is None:
             return problem
         for buffer in made.buffers.values():
             observe(buffer)
+        reduction = self._reduction
+        assert isinstance(reduction, Reduction)
         for index, buffer in made.buffers.items():
-            self._reduction.put_right(index, buffer)
+            reduction.put_right(index, buffer)
         self._reduce(made)
         for index, buffer in made.buffers.items():
-            self._reduction.write(index, buffer)
-        if self._reduction.ddp is None:
+            reduction.write(index, buffer)
+        if not reduction.reduces:
             for parameter in current.with_gradient:
                 assert parameter.grad is not None
                 parameter.grad.copy_(made.gradients[id(parameter)])
@@ -217,29 +239,19 @@ class Rollback:
         self._set_training(past.training)
         work = self._from_here(past.work, first=first)
         others = {auditee: source for auditee, source in substitutes.items() if rank in (auditee, source)}
-        problem = ""
-        works: dict[int, Work] = {} if rank in substitutes else {rank: work}
-        parcels: dict[int, bytes] = {}
-        try:
-            parcel = pack(work) if rank in substitutes else b""
-        except Exception as error:  # noqa: BLE001 - all ranks must learn of it before anyone acts
-            parcel, problem = b"", f"its work cannot be sent: {error}"
-        for auditee, source in others.items():
-            sends = [(source, parcel)] if rank == auditee else []
-            got = self._world.exchange(sends, [auditee] if rank == source else [], step=step, tag=_TAG_WORK)
-            if got.get(auditee):
-                parcels[auditee] = got[auditee]
+        works, problem = swap_works(self._world, work, substitutes)
+        if rank in substitutes:
+            del works[rank]
         made: dict[int, _Made] = {}
         try:
-            works |= {auditee: unpack(data, self._world.device) for auditee, data in parcels.items()}
             for auditee, its in works.items():
                 run = self._replayer.run(its, kernels=past.kernels, spread=True)
                 if run.outside_state:
                     problem = f"module {run.outside_state} keeps state outside its buffers"
                 made[auditee] = _Made.of(run, past)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - all ranks must learn of it before anyone acts
             problem = f"step {step} could not be run again: {type(error).__name__}: {error}"
-        problem = self._first_problem(step, problem, _TAG_RAN)
+        problem = self._first_problem(step, problem, TAG_RAN)
         if problem:
             return None, problem
         for auditee, source in others.items():
@@ -292,6 +304,32 @@ class Rollback:
     def _set_training(self, flags: Sequence[bool]) -> None:
         for module, flag in zip(self._inner.modules(), flags, strict=True):
             module.training = flag
+
+
+def swap_works(world: World, work: Work, substitutes: Mapping[int, int]) -> tuple[dict[int, Work], str]:
+    """Bring the work of each rank that has a substitute there; on all ranks.
+
+    Returns:
+        The works that this rank holds now, its own among them, and why one of them could not be sent or read.
+    """
+    works, problem = {world.rank: work}, ""
+    for auditee, source in substitutes.items():
+        if world.rank not in (auditee, source):
+            continue
+        parcel = b""
+        if world.rank == auditee:
+            try:
+                parcel = pack(work)
+            except Exception as error:  # noqa: BLE001 - all ranks must learn of it before anyone acts
+                problem = f"its work cannot be sent: {error}"
+        sends = [(source, parcel)] if world.rank == auditee else []
+        receives = [auditee] if world.rank == source else []
+        got = world.exchange(sends, receives, step=work.step, tag=_TAG_WORK)
+        try:
+            works |= {rank: unpack(data, world.device) for rank, data in got.items() if data}
+        except Exception as error:  # noqa: BLE001 - as above
+            problem = f"the work of rank {auditee} cannot be read: {error}"
+    return works, problem
 
 
 @dataclass

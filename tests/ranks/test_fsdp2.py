@@ -1,0 +1,308 @@
+"""FSDP2 and HSDP: a guarded run is the unguarded one bit for bit, and a fault names its true producer and is repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from unsilent import Guard, GuardConfig
+from unsilent.lab.faults import Fault
+from unsilent.lab.inject import Injector
+from unsilent.lab.pool import RankPool
+from unsilent.sharding import local
+
+STEPS = 6
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bf16 sums": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+}
+
+
+class Block(nn.Module):
+    """Odd sizes, so that shards are uneven and some are empty; dropout, so that a rerun needs the generators."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+        self.odd = nn.Linear(width, 2)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.drop(self.down(F.gelu(self.up(y)))) + self.odd(y).mean(-1, keepdim=True)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 13)
+        self.blocks = nn.ModuleList(Block(13) for _ in range(3))
+        self.head = nn.Linear(13, 37, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_fn(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def batch(rank: int, step: int, part: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
+    return torch.randint(0, 37, (3, 9), generator=generator)
+
+
+def build(mesh: Any, policy: str, reshard: bool, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    model = Model()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def mesh_of(size: int, replicas: int) -> Any:
+    if replicas == 1:
+        return init_device_mesh("cpu", (size,))
+    return init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def bits(model: nn.Module) -> list[torch.Tensor]:
+    return [local(p).clone().view(torch.int32) for p in model.parameters()]
+
+
+def train(
+    rank: int,
+    size: int,
+    directory: str | None,
+    fault: dict[str, Any] | None = None,
+    *,
+    replicas: int = 1,
+    policy: str = "fp32",
+    reshard: bool = True,
+    parts: int = 1,
+    seeds: bool = False,
+    nodes: int | None = None,
+    **config: Any,
+) -> dict[str, Any]:
+    """A run, guarded if it has a directory; its weights and what the guard said."""
+    model = build(mesh_of(size, replicas), policy, reshard, seed=100 + rank if seeds else 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(7 + rank)
+    if directory is None:
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            for part in range(parts):
+                model.set_requires_gradient_sync(part == parts - 1)
+                (loss_fn(model, batch(rank, step, part)) / parts).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return {"bits": bits(model), "said": []}
+    node = f"node-{rank * (nodes or size) // size}"
+    options = {"audit_every": 2, "replicas_every": 2, "quarantine": "ask", "timeout_s": 10.0, **config}
+    guard = Guard(
+        model, optimizer, loss_fn, clip_norm=1.0,
+        config=GuardConfig(directory=directory, node=node, **options),
+    )  # fmt: skip
+    coverage, injector = guard.coverage(), None
+    if fault is not None:
+        injector = Injector(model, optimizer, Fault(**fault), rank=rank, world_size=size, node=node,
+                            replaying=lambda: guard.replayer.running)  # fmt: skip
+    said: list[tuple[int, str, str, str, list[int | None]]] = []
+    try:
+        for step in range(STEPS):
+            if injector is not None:
+                injector.begin_step(step)
+            batches = [batch(rank, step, part) for part in range(parts)]
+            outcome = guard.step(micro_batches=batches) if parts > 1 else guard.step(batches[0])
+            if injector is not None:
+                injector.after_update(step)
+            if outcome.verdict is not None:
+                verdict = outcome.verdict
+                suspects = sorted(s.rank for s in verdict.suspects)
+                said.append((step, verdict.kind.value, verdict.site.value, outcome.action.value, suspects))
+    finally:
+        if injector is not None:
+            injector.close()
+        guard.close()
+    return {"bits": bits(model), "said": said, "coverage": coverage,
+            "fired": [r for r in injector.record if r.changed] if injector else []}  # fmt: skip
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+FORWARD = {"site": "forward", "target": "blocks.1.up", "pattern": "relative", "relative": 0.5, "count": 1}
+BACKWARD = {"site": "backward", "target": "blocks.1.up", "pattern": "relative", "relative": 0.5, "count": 1}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_clean_run_is_quiet_and_changes_no_bit(
+    pool: RankPool, tmp_path: Path, policy: str, reshard: bool, parts: int
+) -> None:
+    options = {"policy": policy, "reshard": reshard, "parts": parts}
+    plain = pool.results(partial(train, **options), None)
+    guarded = pool.results(partial(train, **options), str(tmp_path))
+    for one, other in zip(plain, guarded, strict=True):
+        assert other["said"] == []
+        assert same(one["bits"], other["bits"])
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_one_wrong_value_names_its_producer_and_ends_bit_identical(
+    pool: RankPool, tmp_path: Path, policy: str, fault: dict[str, Any]
+) -> None:
+    plain = pool.results(partial(train, policy=policy), None)
+    guarded = pool.results(partial(train, policy=policy), str(tmp_path), {**fault, "rank": 2, "step": 3})
+    assert guarded[2]["fired"]
+    for one, other in zip(plain, guarded, strict=True):
+        assert other["said"] == [(3, "TRANSIENT", "gradient", "REPAIR", [2])]
+        assert same(one["bits"], other["bits"])
+
+
+STUCK = {"site": "forward", "target": "blocks.1.up", "pattern": "stuck_lane"}
+WEIGHT = {"site": "weight", "target": "blocks.1.up.weight", "pattern": "bit_flip", "bit": 20}
+
+
+def test_a_device_that_always_errs_is_named_and_every_step_of_it_is_put_right(pool: RankPool, tmp_path: Path) -> None:
+    plain = pool.results(train, None)
+    guarded = pool.results(train, str(tmp_path), {**STUCK, "rank": 1, "from_step": 3})
+    for one, other in zip(plain, guarded, strict=True):
+        # Step 2 was not audited, so the way back to the last vote is taken once; from then on every step is audited.
+        assert other["said"] == [
+            (3, "PERSISTENT", "gradient", "ROLLBACK", [1]),
+            (4, "PERSISTENT", "gradient", "REPAIR", [1]),
+            (5, "PERSISTENT", "gradient", "REPAIR", [1]),
+        ]
+        assert same(one["bits"], other["bits"])
+
+
+def test_a_device_that_errs_in_every_execution_is_repaired_in_two_passes(pool: RankPool, tmp_path: Path) -> None:
+    plain = pool.results(train, None)
+    audited = partial(train, audit_every=1, replicas_every=1)
+    guarded = pool.results(audited, str(tmp_path), {**STUCK, "rank": 1, "from_step": 3})
+    for one, other in zip(plain, guarded, strict=True):
+        assert [(step, action, who) for step, _, _, action, who in other["said"]] == [
+            (step, "REPAIR", [1]) for step in (3, 4, 5)
+        ]
+        assert same(one["bits"], other["bits"])
+
+
+def test_a_nan_in_a_step_that_no_audit_was_planned_for_is_traced_to_its_rank(pool: RankPool, tmp_path: Path) -> None:
+    plain = pool.results(train, None)
+    fault = {"site": "forward", "target": "blocks.1.up", "pattern": "nan", "rank": 1, "step": 2}
+    guarded = pool.results(train, str(tmp_path), fault)
+    for one, other in zip(plain, guarded, strict=True):
+        assert [(step, kind, action, who) for step, kind, _, action, who in other["said"]] == [
+            (2, "TRANSIENT", "REPAIR", [1])
+        ]
+        assert same(one["bits"], other["bits"])
+
+
+def test_with_two_nodes_of_two_devices_the_device_is_still_named(pool4: RankPool, tmp_path: Path) -> None:
+    guarded = pool4.results(partial(train, nodes=2), str(tmp_path), {**STUCK, "rank": 1, "from_step": 3})
+    for one in guarded:  # the other device of its node and one on the other node agree against it
+        assert [(step, kind, who) for step, kind, _, _, who in one["said"]] == [
+            (step, "PERSISTENT", [1]) for step in (3, 4, 5)
+        ]
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def test_with_two_devices_on_two_nodes_both_sides_are_named(pool2: RankPool, tmp_path: Path) -> None:
+    guarded = pool2.results(train, str(tmp_path), {**STUCK, "rank": 1, "from_step": 3})
+    for one in guarded:
+        assert one["said"][0] == (3, "INCONCLUSIVE", "gradient", "CONTINUE", [0, 1])
+
+
+def test_with_accumulation_a_wrong_value_of_an_earlier_part_is_repaired(pool: RankPool, tmp_path: Path) -> None:
+    plain = pool.results(partial(train, parts=2), None)
+    guarded = pool.results(partial(train, parts=2), str(tmp_path), {**FORWARD, "rank": 0, "step": 3})
+    for one, other in zip(plain, guarded, strict=True):
+        assert other["said"] == [(3, "TRANSIENT", "gradient", "REPAIR", [0])]
+        assert same(one["bits"], other["bits"])
+
+
+# ---- HSDP ------------------------------------------------------------------------------------------------------------
+
+hsdp = partial(train, replicas=2)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_hsdp_a_clean_run_is_quiet_and_changes_no_bit(pool4: RankPool, tmp_path: Path, policy: str) -> None:
+    plain = pool4.results(partial(hsdp, policy=policy, parts=2), None)
+    guarded = pool4.results(partial(hsdp, policy=policy, parts=2), str(tmp_path))
+    for one, other in zip(plain, guarded, strict=True):
+        assert other["said"] == []
+        assert same(one["bits"], other["bits"])
+
+
+@pytest.mark.parametrize("fault", [FORWARD, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_hsdp_names_the_producer_of_one_wrong_value(
+    pool4: RankPool, tmp_path: Path, fault: dict[str, Any], policy: str
+) -> None:
+    plain = pool4.results(partial(hsdp, policy=policy), None)
+    guarded = pool4.results(partial(hsdp, policy=policy), str(tmp_path), {**fault, "rank": 2, "step": 3})
+    for one, other in zip(plain, guarded, strict=True):
+        assert other["said"] == [(3, "TRANSIENT", "gradient", "REPAIR", [2])]
+        assert same(one["bits"], other["bits"])
+
+
+def test_hsdp_a_device_that_always_errs(pool4: RankPool, tmp_path: Path) -> None:
+    plain = pool4.results(hsdp, None)
+    guarded = pool4.results(hsdp, str(tmp_path), {**STUCK, "rank": 1, "from_step": 3})
+    for one, other in zip(plain, guarded, strict=True):
+        assert [(step, kind, who) for step, kind, _, _, who in other["said"]] == [
+            (step, "PERSISTENT", [1]) for step in (3, 4, 5)
+        ]
+        assert same(one["bits"], other["bits"])
+
+
+def test_hsdp_a_wrong_weight_of_two_copies_blames_nobody_and_goes_back(pool4: RankPool, tmp_path: Path) -> None:
+    plain = pool4.results(hsdp, None)
+    guarded = pool4.results(partial(hsdp, replicas_every=1), str(tmp_path), {**WEIGHT, "rank": 2, "step": 3})
+    assert guarded[2]["fired"]
+    for one, other in zip(plain, guarded, strict=True):
+        assert other["said"] == [(4, "INCONCLUSIVE", "weights", "ROLLBACK", [])]
+        assert same(one["bits"], other["bits"])
+
+
+def test_a_wrong_weight_with_a_single_owner_is_not_seen_and_coverage_says_so(pool: RankPool, tmp_path: Path) -> None:
+    guarded = pool.results(partial(train, replicas_every=1), str(tmp_path), {**WEIGHT, "rank": 1, "step": 3})
+    assert guarded[1]["fired"]
+    assert all(one["said"] == [] for one in guarded)
+    told = [row for row in guarded[0]["coverage"] if row.site == "weights" and not row.how]
+    assert any("single owner" in row.blind for row in told)
+
+
+def test_hsdp_replicas_that_were_made_with_seeds_of_their_own_are_found_before_the_first_update(
+    pool4: RankPool, tmp_path: Path
+) -> None:  # F13
+    answers = pool4.run(partial(hsdp, seeds=True), str(tmp_path))
+    for answer in answers:
+        assert answer.kind == "IntegrityLost"
+        assert "not synchronised" in answer.text

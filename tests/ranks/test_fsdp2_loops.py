@@ -1,0 +1,234 @@
+"""FSDP2 in loops as people write them: a clean run is quiet and changes no bit, one wrong value is repaired bit for bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.utils.checkpoint import checkpoint
+
+from unsilent import Guard, GuardConfig
+from unsilent.lab.faults import Fault
+from unsilent.lab.inject import Injector
+from unsilent.lab.pool import Failed, RankPool
+from unsilent.sharding import local
+
+STEPS = 5
+HIT = 3
+"""The step that a fault hits; steps 1, 3 and 4 are audited."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, *, reentrant: bool | None = None, norm: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+        self.norm = nn.BatchNorm1d(width) if norm else nn.LayerNorm(width)
+        self.drop = nn.Dropout(0.1)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant is None:
+            return x + self._inner(x)
+        return x + checkpoint(self._inner, x, use_reentrant=self.reentrant)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList(Block(7, **options) for _ in range(2))
+        self.last = nn.Linear(7, 3)
+        self.spare = nn.Linear(7, 3)  # no forward uses it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class UsersReduceScatter(DefaultReduceScatter):
+    """Stands for a collective of the user's own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+def plain_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch["x"]).float(), batch["nested"][0])
+
+
+def loss_with_evaluation(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss = plain_loss(model, batch)
+    with torch.no_grad():
+        plain_loss(model, batch)  # leaves the root's weights gathered
+    return loss
+
+
+def loss_under_autocast(model: nn.Module, batch: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return plain_loss(model, batch)
+
+
+def _freeze(model: Model) -> None:
+    model.first.requires_grad_(False)
+    model.blocks[0].up.requires_grad_(False)
+
+
+def _wrap(model: Model) -> None:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+
+
+def _own_collective(model: Any) -> None:
+    for module in (*model.blocks, model):
+        module.set_custom_reduce_scatter(UsersReduceScatter())
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """One way of writing it: what is done to the model before and after ``fully_shard``, and the other parts."""
+
+    model: dict[str, Any] | None = None
+    before: Callable[[Model], None] = lambda model: None
+    after: Callable[[Any], None] = lambda model: None
+    shard: dict[str, Any] | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] = ADAMW
+    loss: Callable[[Any, Any], torch.Tensor] = plain_loss
+    scaler: bool = False
+    schedule: bool = False
+    target: str = "blocks.1.up"
+
+
+LOOPS = {
+    "checkpointed": Loop(model={"reentrant": False}),
+    "checkpointed, reentrant": Loop(model={"reentrant": True}),
+    "checkpoint wrapper": Loop(before=_wrap, target="blocks.1._checkpoint_wrapped_module.up"),
+    "BatchNorm": Loop(model={"norm": True}),
+    "frozen": Loop(before=_freeze),
+    "offloaded": Loop(shard={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "autocast": Loop(loss=loss_under_autocast),
+    "scaler": Loop(scaler=True),
+    "evaluation in the loss": Loop(loss=loss_with_evaluation),
+    "fused": Loop(optimizer=partial(torch.optim.AdamW, lr=1e-2, fused=True)),
+    "foreach SGD": Loop(optimizer=partial(torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=True), schedule=True),
+    "own collective": Loop(after=_own_collective),
+}
+
+
+def batch(rank: int, step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {
+        "x": torch.randn(6, 5, generator=generator),
+        "nested": [torch.randn(6, 3, generator=generator), "text"],
+        "more": None,
+    }
+
+
+def train(
+    rank: int, size: int, name: str, directory: str | None, *, fault: bool = False, raises: bool = False
+) -> dict[str, Any]:
+    loop = LOOPS[name]
+    torch.manual_seed(0)
+    model: Any = Model(**(loop.model or {}))
+    loop.before(model)
+    options = {"mesh": init_device_mesh("cpu", (size,)), **(loop.shard or {})}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    loop.after(model)
+    optimizer = loop.optimizer([p for p in model.parameters() if p.requires_grad])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if loop.schedule else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7) if loop.scaler else None
+    torch.manual_seed(3 + rank)
+    said: list[Any] = []
+    if directory is None:
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            loss = loop.loss(model, batch(rank, step))
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            for module in (*model.blocks, model):  # what an evaluation leaves behind would go into the next forward
+                module.reshard()
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            if scheduler is not None:
+                scheduler.step()
+    else:
+        config = GuardConfig(directory=directory, node=f"node-{rank}", audit_every=2, replicas_every=2, timeout_s=10.0)
+        guard = Guard(model, optimizer, loop.loss, scaler=scaler, scheduler=scheduler, config=config)
+        injector = Injector(
+            model, optimizer,
+            Fault(site="forward", target=loop.target, pattern="relative", relative=0.5, rank=1, step=HIT),
+            rank=rank, world_size=size, node=f"node-{rank}", replaying=lambda: guard.replayer.running,
+        )  # fmt: skip
+        try:
+            for step in range(STEPS):
+                if fault:
+                    injector.begin_step(step)
+                if raises and step == HIT and rank == 1:
+                    model.last.register_forward_pre_hook(_fail)
+                outcome = guard.step(batch(rank, step))
+                if outcome.verdict is not None:
+                    suspects = [s.rank for s in outcome.verdict.suspects]
+                    said.append((step, outcome.verdict.kind.value, outcome.action.value, suspects))
+        finally:
+            injector.close()
+            guard.close()
+    weights = [local(p).clone() for p in model.parameters()]
+    return {"weights": weights, "buffers": [b.clone() for b in model.buffers()], "said": said}
+
+
+def _fail(module: nn.Module, args: Any) -> None:
+    raise ValueError("the user's own mistake")
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(a, b) for part in ("weights", "buffers") for a, b in zip(one[part], other[part], strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_clean_run_is_quiet_and_one_wrong_value_is_repaired(pool3: RankPool, tmp_path: Path, name: str) -> None:
+    plain = pool3.results(train, name, None)
+    clean = pool3.results(train, name, str(tmp_path / "clean"))
+    hit = pool3.results(partial(train, fault=True), name, str(tmp_path / "hit"))
+    for one, two, three in zip(plain, clean, hit, strict=True):
+        assert two["said"] == []
+        assert same(one, two)
+        assert three["said"] == [(HIT, "TRANSIENT", "REPAIR", [1])]
+        assert same(one, three)
+
+
+def test_a_rank_that_raises_is_named_on_all_others_within_seconds(pool: RankPool, tmp_path: Path) -> None:  # F15, P4
+    begin = time.monotonic()
+    answers = pool.run(partial(train, raises=True), "fused", str(tmp_path))
+    took = time.monotonic() - begin
+    pool.restart()
+    assert all(isinstance(answer, Failed) for answer in answers)
+    assert answers[1].kind == "ValueError"
+    for rank, answer in enumerate(answers):
+        if rank != 1:
+            assert answer.kind == "RankFailure" and "rank 1" in answer.text and "own mistake" in answer.text
+    assert took < 30
