@@ -61,7 +61,7 @@ from unsilent.ring import Ring
 from unsilent.schedule import Schedule
 from unsilent.sharded_reduction import ShardedReduction
 from unsilent.sharded_replay import ShardedReplayer
-from unsilent.sharding import is_sharded, module_groups
+from unsilent.sharding import fsdp_modules, is_sharded, module_groups
 from unsilent.standing import Standing
 from unsilent.streams import Streams
 from unsilent.weighing import Weighing, mean_loss, share_of
@@ -127,6 +127,8 @@ class Guard:
         self._made_during = id(sys.exc_info()[1])  # what was being handled already when this guard was made
         ddp, self.inner = unwrap(model)
         self._sharded = is_sharded(model)
+        for module in fsdp_modules(model):
+            module.reshard()  # what an evaluation has gathered before
         parameters = [p for p in self.inner.parameters() if p.requires_grad]
         if not parameters:
             raise UsageError("the model has no parameter that requires a gradient: there is nothing to guard")
@@ -138,7 +140,7 @@ class Guard:
             copies=self._copies,
         )
         self.world = World(
-            parameters[0].device,
+            module_groups(model)[0].device if self._sharded else parameters[0].device,
             group=None if ddp is None else ddp.process_group,
             node=self.config.node,
             timeout_s=self.config.timeout_s,
@@ -200,7 +202,7 @@ class Guard:
         reduces = self.reduction.reduces
         self.finite = Finite(
             self.inventory, self.config.finite, reduces=reduces, scaler=self._scales,
-            averages=self.reduction.hooked, clips=self.clip_norm is not None and not self._scales and not self._sharded,
+            averages=self.reduction.hooked and not self._sharded, clips=self.clip_norm is not None and not self._scales and not self._sharded,
             replicated=not self._sharded,
         )  # fmt: skip
         self.replicas = Replicas(
@@ -209,7 +211,7 @@ class Guard:
             period=self.config.replicas_every or 0,
             reduces=reduces,
             exchange=self._exchange if self._sharded else None,
-            alone=all(len(copies) == 1 for copies in self._shard_copies.values()),
+            alone=self._alone,
         )
         self.audit = Audit(
             self.inner,
@@ -258,7 +260,7 @@ class Guard:
             self.checks,
             self.finite,
             self.audit,
-            weights_digest=lambda: self.replicas.weights_digest(self.recorder.rows),
+            weights_digest=self._weights_digest,
             outside_state=lambda: self.recorder.outside_state,
             unreduced=self._unreduced_names,
             attempt=self._try,
@@ -384,6 +386,7 @@ class Guard:
     ) -> list[torch.Tensor]:
         """The user's own work, with a capture of what each micro-batch began from."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.reduction.reshard()  # what an evaluation since the last step has gathered
         audited = "audit" in moment.due
         self.recorder.begin_step(watch_attributes=audited)
         if not self.calibration.due:  # calibration compares the whole
@@ -715,8 +718,8 @@ class Guard:
     def _must_hold_all(self) -> None:
         if self._sharded:
             raise UsageError(
-                "guard.save and guard.load do not know sharded state yet: write it with torch.distributed.checkpoint, and "
-                "call guard.load_state_dict after loading"
+                "guard.save, guard.load and guard.certify do not know sharded state yet: write it with "
+                "torch.distributed.checkpoint, and call guard.load_state_dict after loading"
             )
 
     def _begin_anew(self, steps: int) -> None:
@@ -732,6 +735,7 @@ class Guard:
 
     def _vote_now(self, phase: int) -> bool:
         """A vote after the update. False when it found something; in act mode a lone replica is healed first."""
+        self.reduction.reshard()
         self.audit.settled()
         self._try("finite", lambda: self.finite.begin(Moment(step=self.steps, due=frozenset())))
         self._try("replicas", lambda: self.replicas.read(gradients=False))
@@ -781,7 +785,8 @@ class Guard:
             IntegrityLost, Quarantine: what was found cannot be put right here.
             UsageError: a tensor cannot be certified.
         """
-        with together(self.world, self.journal):
+        with together(self.world, self.journal, UsageError):
+            self._must_hold_all()
             unsound = self.response.unsound
             alike = not unsound and (not self._replicas_on or self._vote_now(_PHASE_SAVE))
         certificate = certify_state(
@@ -838,7 +843,7 @@ class Guard:
         off.append(_uncovered("rng", "generators differ between ranks by design and are not compared"))
         if self._sharded:
             off.append(_uncovered("weights", "what the all-gathers of sharded weights give: it is not compared yet"))
-            off.append(_uncovered("checkpoint", "guard.save and guard.load do not know sharded state yet"))
+            off.append(_uncovered("checkpoint", "save, load and certify do not know sharded state yet"))
             if self.config.update is not None:
                 off.append(_uncovered("gradient", "check update does not look at sharded models yet, and is off"))
             if self.config.audit.micro_batch == "rotating":
@@ -980,7 +985,7 @@ class Guard:
     def _copies(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
         """The ranks that must hold the same bits as this rank's part of ``tensor``; None for all."""
         mesh = getattr(tensor, "device_mesh", None)
-        return None if mesh is None else self._shard_copies.get(mesh)
+        return None if mesh is None else self._shard_copies.get(mesh, (self.world.rank,))
 
     @functools.cached_property
     def _shard_copies(self) -> dict[Any, tuple[int, ...]]:
@@ -988,6 +993,24 @@ class Guard:
         if not self._sharded:
             return {}
         return {p.device_mesh: group.copies for group in module_groups(self.inner) for p in group.parameters}  # type: ignore[attr-defined]
+
+    @property
+    def _alone(self) -> bool:
+        """Whether every shard has a single owner."""
+        return all(len(copies) == 1 for copies in self._shard_copies.values())
+
+    def _weights_digest(self) -> int:
+        """One number over the weights that this rank computes with, for a pair to compare; 0 where no other holds them."""
+        if not self._sharded:
+            return self.replicas.weights_digest(self.recorder.rows)
+        if self._alone:
+            return 0
+        mine = None
+        try:
+            mine = self.replicas.weights_digest(self.recorder.rows)
+        finally:  # the others wait for this rank's part
+            everyone = self._exchange(mine)
+        return hash(tuple(everyone[rank] for rank in module_groups(self.inner)[0].replica))
 
     def _exchange(self, mine: Any) -> list[Any]:
         return self.world.gather(mine, step=self.steps, tag=_TAG_SHARDS)

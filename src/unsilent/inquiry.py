@@ -261,7 +261,8 @@ class Inquiry:
         findings = self._audit_now(moment, losses, evidence, alarms=dict.fromkeys(finding.audit, alarm))
         if findings or (findings is not None and finding.quiet_if_reproduced):
             # A streak that a scaler cannot end is another matter: the run gets nowhere.
-            left_out = records[0].scaler and len(records[0].reduced) == self._world.size
+            seen = len(records[0].reduced)
+            left_out = records[0].scaler and seen >= (self._world.size if self._finite.replicated else 1)
             if left_out and records[0].streak < limits.streak_limit:
                 return [replace(f, harmless=f.verdict.kind is Kind.SOFTWARE) for f in findings]
             return findings

@@ -612,7 +612,8 @@ def judge_finite(
             reason=f"{overflow}: an audit tells hardware from data", audit=evidence.local, quiet_if_reproduced=quiet
         )
 
-    if len(evidence.reduced) == everyone and evidence.scaler and not evidence.averaged:
+    everybody_skips = len(evidence.reduced) == everyone or not replicated  # of shards only the owner sees it
+    if everybody_skips and evidence.scaler and not evidence.averaged:
         if backing_off:
             return FiniteFinding(
                 reason="the sum over ranks overflows where each rank is finite: the loss scaler backs off"

@@ -153,6 +153,9 @@ class Reduction:
         """No reduction in this backward: what it adds is reduced with the next one."""
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
+    def reshard(self) -> None:
+        """Weights are whole here."""
+
     def labels(self) -> list[tuple[str, Hashable]]:
         """What a reading has a row for: names of parameters, and the keys of their rows."""
         return [(name, id(p)) for name, p in self.inner.named_parameters() if p.requires_grad]
@@ -348,6 +351,11 @@ def check_supported(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
             "to certify: use the optimizer it wraps"
         )
     for name, parameter in inner.named_parameters():
+        if sharded and parameter._post_accumulate_grad_hooks:
+            raise UsageError(
+                f"{name} has a hook that runs once its gradient is there (register_post_accumulate_grad_hook, an optimizer in "
+                "backward), which a repair of a sharded model could not run again: take it off"
+            )
         if is_distributed(parameter) and id(parameter) not in sharded:
             raise UsageError(
                 f"{name} is a DTensor that no fully_shard has made: of sharded models only those under FSDP2 are guarded yet"

@@ -21,7 +21,7 @@ from unsilent.determinism import Kernels, running_with
 from unsilent.errors import UsageError
 from unsilent.fingerprints import combine, sums_many
 from unsilent.generators import GeneratorStates, read_generators, write_generators
-from unsilent.sharding import local
+from unsilent.sharding import is_distributed, local
 from unsilent.streams import Streams
 from unsilent.weighing import share_of
 
@@ -164,7 +164,7 @@ class Recorder:
         self.written: dict[str, nn.Parameter] = {
             n: p
             for n, p in inner.named_parameters()
-            if not p.requires_grad and p.numel() <= _MOST_WATCHED and local(p).shape == p.shape
+            if not p.requires_grad and p.numel() <= _MOST_WATCHED and not is_distributed(p)
         }
         self._written_is_known = False
         #: sums of all parameters after the forward and backward of an audited step; None in other steps

@@ -46,6 +46,9 @@ from unsilent.world import World
 
 _TAG_ENDED, _TAG_EXCLUDED, _TAG_HEAL, _TAG_COMMUNICATES = 14, 18, 24, 25
 
+#: so often a run goes back since two copies differ; after that it is no fault that passes
+_MOST_EVEN_COPIES = 3
+
 _SEVERITY = {
     action: i
     for i, action in enumerate(
@@ -120,9 +123,8 @@ class Response:
         self.alarms: Counter[str] = Counter()
         self.stopped = False
         self.unsound = ""
-        #: the step before which copies that nobody could tell apart were last gone back, and whether that was in vain
-        self._even_copies_at = -1
-        self._copies_drift = False
+        #: the steps in which the run went back since its copies differed and nobody could be outvoted
+        self._even_copies: list[int] = []
 
     # ---- deciding ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +154,9 @@ class Response:
             approved=bool(nodes & self._standing.approved()),
             recorded_is_right=finding.recorded_is_right,
             harmless=finding.harmless,
-            even_copies=self._even_copies(verdict, moment.step),
+            even_copies=self._has_even_copies(verdict)
+            and moment.step not in self._even_copies
+            and len(self._even_copies) < _MOST_EVEN_COPIES,
         )
         decision = decide(verdict, situation)
         # A loss scaler skips such an update by itself.
@@ -164,12 +168,10 @@ class Response:
             return Decision(action=Action.STOP, would=Action.STOP, reason="the gradient is not finite")
         return decision
 
-    def _even_copies(self, verdict: Verdict, step: int) -> bool:
-        """Whether a vote ended without a majority, and running the steps again may help: not where replicas drift."""
-        if verdict.kind is not Kind.INCONCLUSIVE or verdict.check != "replicas" or self._inquiry.unlike_replicas:
-            return False
-        self._copies_drift |= self._even_copies_at == step
-        return not self._copies_drift
+    def _has_even_copies(self, verdict: Verdict) -> bool:
+        """Whether a vote ended without a majority, among ranks of like environment."""
+        undecided = verdict.kind is Kind.INCONCLUSIVE and verdict.check == "replicas"
+        return undecided and not self._inquiry.unlike_replicas
 
     def record(self, decided: list[tuple[Finding, Decision]], moment: Moment) -> None:
         """Events, evidence and strikes of what was found; before anybody acts."""
@@ -318,7 +320,11 @@ class Response:
     def _roll_back(self, verdict: Verdict, step: int, current: PastStep | None, losses: list[torch.Tensor]) -> None:
         """Back to the newest state that is still trusted, in memory or on disk, and forward again; else the run stops."""
         if verdict.kind is Kind.INCONCLUSIVE:
-            self._even_copies_at = step
+            self._even_copies.append(step)
+            if len(self._even_copies) == _MOST_EVEN_COPIES:
+                why = f"copies of the state have differed {_MOST_EVEN_COPIES} times without a majority: do updates repeat here?"
+                self._journal.write("needs_human", step, verdict=verdict, reason=why)
+                self._journal.say(f"step {step} needs a person: {why}")
         way = self._way_back(verdict, step)
         if way.missing:
             self.stop(verdict, step, f"there is no way back: {way.missing}")

@@ -19,7 +19,7 @@ from torch import nn
 
 from unsilent.fingerprints import sums
 from unsilent.reduction import Bucket, Observer
-from unsilent.sharding import fsdp_modules, module_groups
+from unsilent.sharding import fsdp_modules, is_torchs_own, module_groups
 from unsilent.world import World
 
 
@@ -68,8 +68,6 @@ class ShardedReduction:
     hooked = True
     scale = 1.0  # the reduction itself averages
     notice = ""
-    ddp = None
-    kept = False
     grads_are_views = False
 
     def __init__(self, model: nn.Module, observers: list[Observer], world: World) -> None:
@@ -78,6 +76,7 @@ class ShardedReduction:
         self.error: BaseException | None = None
         self._world = world
         self._inside = False
+        self._seen = set[int]()  # groups whose gradients were reduced in this step
         self._recording: Recording | None = None
         self._silent = False
         self._take: Sequence[Handover] = ()
@@ -93,17 +92,18 @@ class ShardedReduction:
     def step(self, *, keep: bool) -> Iterator[None]:
         """Bracket one forward and backward. Nothing is kept of it, whatever ``keep`` says."""
         self.error = None
+        self._seen.clear()
         self._inside = True
         try:
             yield
         finally:
             self._inside = False
-            self._reshard()
+            self.reshard()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """No reduction in this backward: what it adds is reduced with the next one."""
-        with self._flags(sync=False):
+        with self._flags(reduce=False, all_reduce=False):
             yield
 
     @contextmanager
@@ -124,7 +124,9 @@ class ShardedReduction:
         """
         gradients = [(p, p.grad) for p in self.inner.parameters()]
         hooks: list[tuple[Any, Any]] = [(p, p._post_accumulate_grad_hooks) for p in self.inner.parameters()]
-        partial = [g.torch_group._partial_reduce_output for g in self.groups]
+        others = [(g.torch_group._partial_reduce_output, g.torch_group._all_reduce_hook) for g in self.groups]
+        for group in self.groups if silent else ():
+            group.torch_group._partial_reduce_output = group.torch_group._all_reduce_hook = None
         for parameter, _ in hooks:
             parameter.grad = None
             parameter._post_accumulate_grad_hooks = None  # the user's: an optimizer in backward would step
@@ -132,20 +134,20 @@ class ShardedReduction:
         self._recording, self._silent, self._take, self._give, self._observe = recording, silent, take, give, observe
         done = False
         try:
-            with self._flags(sync=True, all_reduce=not silent):
+            with self._flags(all_reduce=False if silent else None):
                 yield recording
             done = True
         finally:
             self._recording, self._silent, self._take, self._give, self._observe = None, False, (), (), None
             if not done:
                 self._clear()
-            self._reshard()
+            self.reshard()
             for (parameter, gradient), (_, hook) in zip(gradients, hooks, strict=True):
                 if silent or not done:
                     parameter.grad = gradient
                 parameter._post_accumulate_grad_hooks = hook
-            for group, output in zip(self.groups, partial, strict=True):
-                group.torch_group._partial_reduce_output = output
+            for group, (partial, hook) in zip(self.groups, others, strict=True):
+                group.torch_group._partial_reduce_output, group.torch_group._all_reduce_hook = partial, hook
 
     def reduce(self, index: int, name: str, values: torch.Tensor, go: Callable[[], Any]) -> Any:
         """What stands in the place of a group's reduce-scatter; ``go`` does it."""
@@ -160,6 +162,7 @@ class ShardedReduction:
                 self._observe(values)
             return None if self._silent else go()
         if self._inside:
+            self._seen.add(index)
             try:
                 bucket = Bucket(index, values, self.groups[index].parameters, sums(values).reshape(1, 2), keys=(name,))
                 for observer in self.observers:
@@ -181,33 +184,39 @@ class ShardedReduction:
         return ()
 
     def unreduced(self) -> tuple[nn.Parameter, ...]:
-        """Parameters that hold a gradient and belong to no module group: they came after ``fully_shard``."""
-        known = {id(p) for group in self.groups for p in group.parameters}
-        return tuple(p for p in self.inner.parameters() if p.grad is not None and id(p) not in known)
+        """Parameters that hold a gradient which no reduction has touched: they came after ``fully_shard``, or somebody has
+        put another collective in our place. All of them where nothing was reduced at all."""
+        seen = {id(p) for index in self._seen for p in self.groups[index].parameters}
+        trained = [p for p in self.inner.parameters() if p.requires_grad]
+        return tuple(p for p in trained if id(p) not in seen and (p.grad is not None or not self._seen))
 
     def forget(self) -> None:
         return
 
     def close(self) -> None:
-        """Give back torch's own collectives."""
+        """Give back the collectives that were there before, unless somebody has put others in our place since."""
         for group, (scatter, gather) in zip(self.groups, self._originals, strict=True):
-            group.torch_group._reduce_scatter_comm = scatter
-            group.torch_group._all_gather_comm = gather
+            if isinstance(group.torch_group._reduce_scatter_comm, _ReduceScatter):
+                group.torch_group._reduce_scatter_comm = scatter
+            if isinstance(group.torch_group._all_gather_comm, _AllGather):
+                group.torch_group._all_gather_comm = gather
 
     @contextmanager
-    def _flags(self, *, sync: bool, all_reduce: bool | None = None) -> Iterator[None]:
-        """Whether gradients are reduced over shards, and over replicas."""
+    def _flags(self, *, reduce: bool | None = None, all_reduce: bool | None = None) -> Iterator[None]:
+        """Whether gradients are reduced over shards, and over replicas; None leaves it as the user has it."""
         before = [(g.torch_group.reduce_grads, g.torch_group.all_reduce_grads) for g in self.groups]
         for group in self.groups:
-            group.torch_group.reduce_grads = sync
-            group.torch_group.all_reduce_grads = sync if all_reduce is None else all_reduce
+            if reduce is not None:
+                group.torch_group.reduce_grads = reduce
+            if all_reduce is not None:
+                group.torch_group.all_reduce_grads = all_reduce
         try:
             yield
         finally:
             for group, (reduces, all_reduces) in zip(self.groups, before, strict=True):
                 group.torch_group.reduce_grads, group.torch_group.all_reduce_grads = reduces, all_reduces
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """A forward without a backward leaves weights gathered, and the next one would compute with old ones."""
         for module in fsdp_modules(self.inner):
             module.reshard()
@@ -236,7 +245,7 @@ class _ReduceScatter:
     ) -> Any:
         def go() -> Any:
             return _in_reach(
-                self._reduction._world, self._original, input_tensor.is_cpu and not async_op, async_op,
+                self._reduction._world, self._original, async_op,
                 output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op,
             )  # fmt: skip
 
@@ -256,14 +265,14 @@ class _AllGather:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         return _in_reach(
-            self._world, self._original, input_tensor.is_cpu and not async_op, async_op,
+            self._world, self._original, async_op,
             output_tensor=output_tensor, input_tensor=input_tensor, group=group,
         )  # fmt: skip
 
 
-def _in_reach(world: World, original: Any, blocks: bool, async_op: bool, **call: Any) -> Any:
-    """The collective; where it would block this thread, the watcher can still wake it when another rank has failed."""
-    if not blocks:
+def _in_reach(world: World, original: Any, async_op: bool, **call: Any) -> Any:
+    """The collective; where torch's own would block this thread, the watcher can wake it when another rank has failed."""
+    if async_op or not call["input_tensor"].is_cpu or not is_torchs_own(original):
         return original(**call, async_op=async_op)
     world.wait(original(**call, async_op=True))
     return None

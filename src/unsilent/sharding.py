@@ -1,6 +1,6 @@
 """What torch knows of how a model is sharded: module groups of FSDP2, local parts of tensors, and who holds the same bits.
 
-This is the one place that reads torch's private parts of ``fully_shard`` (torch 2.13); tests/ranks/test_torch_assumptions.py
+This and ``sharded_reduction.py`` read torch's private parts of ``fully_shard`` (torch 2.13); tests/ranks/test_torch_assumptions.py
 fails where they have changed. What a placement says is used to know who *must* hold the same bits, never that they do.
 """
 
@@ -16,6 +16,8 @@ from torch import nn
 
 from unsilent.errors import UsageError
 
+ROOT = "<root>"
+
 
 @dataclass(frozen=True)
 class ModuleGroup:
@@ -30,6 +32,16 @@ class ModuleGroup:
         return tuple(p.sharded_param for p in self.torch_group.fsdp_params)
 
     @property
+    def device(self) -> torch.device:
+        """Where its forward and backward run, wherever its shards lie."""
+        return self.torch_group.device
+
+    @property
+    def replica(self) -> tuple[int, ...]:
+        """The global ranks that hold all shards together, this rank among them, in order."""
+        return tuple(dist.get_process_group_ranks(self.torch_group.mesh_info.shard_process_group))
+
+    @property
     def copies(self) -> tuple[int, ...]:
         """The global ranks that hold the same shard as this rank, itself among them, in order."""
         group = getattr(self.torch_group.mesh_info, "replicate_process_group", None)
@@ -42,11 +54,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def module_groups(model: nn.Module) -> tuple[ModuleGroup, ...]:
-    """All module groups under ``model``, in the order of its modules.
+    """All module groups under ``model``, in the order of its modules; none where nothing is sharded.
 
     Raises:
-        UsageError: a module has several groups (parameters on several meshes), its parameters were distributed before, or a
-            shard group has one rank only.
+        UsageError: the model is sharded in a way that is not guarded yet; the message says what to change.
     """
     found: list[ModuleGroup] = []
     seen = set[int]()
@@ -59,21 +70,31 @@ def module_groups(model: nn.Module) -> tuple[ModuleGroup, ...]:
         seen.add(id(state))
         if len(state._fsdp_param_groups) > 1:
             raise UsageError(
-                f"module {name or 'model'} holds parameters on several meshes (shard_placement_fn), which is not guarded "
+                f"module {name or ROOT} holds parameters on several meshes (shard_placement_fn), which is not guarded "
                 "yet: give its parts a fully_shard of their own"
             )
         for group in state._fsdp_param_groups:
             if any(parameter.is_dtensor for parameter in group.fsdp_params):
                 raise UsageError(
-                    f"the parameters of {name or 'model'} were DTensors before fully_shard (tensor parallelism), which is not "
+                    f"the parameters of {name or ROOT} were DTensors before fully_shard (tensor parallelism), which is not "
                     "guarded yet"
                 )
             if getattr(group.mesh_info, "shard_mesh_size", 1) < 2:
                 raise UsageError(
-                    f"module {name or 'model'} is sharded over one rank only, so its gradients pass no reduce-scatter: use "
+                    f"module {name or ROOT} is sharded over one rank only, so its gradients pass no reduce-scatter: use "
                     "DistributedDataParallel"
                 )
-            found.append(ModuleGroup(name or "model", group))
+            found.append(ModuleGroup(name or ROOT, group))
+            if len(found[-1].replica) * len(found[-1].copies) != dist.get_world_size():
+                raise UsageError(
+                    f"module {name or ROOT} is sharded over {len(found[-1].replica) * len(found[-1].copies)} of "
+                    f"{dist.get_world_size()} ranks: only meshes over all ranks are guarded yet (no pipeline parallelism)"
+                )
+    if found and not is_sharded(model):
+        raise UsageError(
+            f"module {found[0].name} is sharded and the model that holds it is not: call fully_shard on the model too, and "
+            "give the guard that very module"
+        )
     return tuple(found)
 
 
@@ -85,6 +106,14 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor."""
     return hasattr(tensor, "_local_tensor")
+
+
+def is_torchs_own(collective: Any) -> bool:
+    """Whether this is what a module group calls by default."""
+    # Here, since it takes long to import and only sharded models need it.
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    return type(collective) in (DefaultAllGather, DefaultReduceScatter)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 from unsilent.lab.pool import RankPool
@@ -141,3 +144,69 @@ def test_aminmax_carries_what_is_not_finite(value: float) -> None:
     tensor[500] = value
     assert not all(torch.isfinite(extreme) for extreme in tensor.aminmax())
     assert torch.isfinite(torch.full((1000,), 3e38).aminmax().max)
+
+
+# ---- fully_shard -----------------------------------------------------------------------------------------------------
+
+
+class _Kept(DefaultReduceScatter):
+    """torch's own reduce-scatter, which keeps what went in and what came out."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        gone_in = input_tensor.clone()
+        result = super().__call__(output_tensor, input_tensor, *args, **kwargs)
+        self.calls.append((gone_in, output_tensor.clone()))
+        return result
+
+
+def shard(rank: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """What goes into and comes out of the reduce-scatter of a layer whose rows do not divide, in two accumulated parts; and
+    the gradient of the same layer without sharding."""
+    torch.manual_seed(0)
+    whole, model = nn.Linear(3, 7), nn.Linear(3, 7)
+    model.load_state_dict(whole.state_dict())
+    kept = _Kept()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    model.set_custom_reduce_scatter(kept)
+    for part in range(2):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * part + rank))
+        model.set_requires_gradient_sync(part == 1)
+        model(x).square().sum().backward()
+        whole(x).square().sum().backward()
+    assert whole.weight.grad is not None and whole.bias.grad is not None
+    rows = -(-7 // size) * size  # of each parameter, padded with zeros
+    padded = [torch.zeros(rows, 3), torch.zeros(rows)]
+    padded[0][:7], padded[1][:7] = whole.weight.grad, whole.bias.grad
+    local = torch.cat([torch.cat([part.chunk(size)[r].flatten() for part in padded]) for r in range(size)])
+    return [gone_in for gone_in, _ in kept.calls], [out for _, out in kept.calls], local
+
+
+def test_a_reduce_scatter_takes_the_accumulated_local_gradients_rank_by_rank(pool: RankPool) -> None:
+    answers = pool.results(shard)
+    for rank, (gone_in, out, local) in enumerate(answers):
+        assert len(gone_in) == 1  # once, also where gradients are accumulated
+        assert torch.equal(gone_in[0], local)
+        mean = sum(other[0][0].view(pool.size, -1)[rank] for other in answers) / pool.size
+        torch.testing.assert_close(out[0], mean)
+
+
+def private_parts(rank: int, size: int) -> list[str]:
+    """What sharding.py and sharded_reduction.py read of a module group, as far as it is missing."""
+    model: Any = fully_shard(nn.Linear(3, 7), mesh=init_device_mesh("cpu", (size,)))
+    (group,) = model._get_fsdp_state()._fsdp_param_groups
+    (parameter, _) = group.fsdp_params
+    names = {
+        "group": (group, "_reduce_scatter_comm _all_gather_comm reduce_grads all_reduce_grads _partial_reduce_output "
+                         "_all_reduce_hook mesh_info device"),
+        "parameter": (parameter, "sharded_param unsharded_accumulated_grad is_dtensor"),
+        "mesh_info": (group.mesh_info, "shard_process_group shard_mesh_size"),
+        "model": (model, "reshard reset_iter_state"),
+    }  # fmt: skip
+    return [f"{of}.{name}" for of, (thing, text) in names.items() for name in text.split() if not hasattr(thing, name)]
+
+
+def test_the_private_parts_of_fully_shard_that_are_read_are_there(pool3: RankPool) -> None:
+    assert pool3.results(private_parts) == [[], [], []]

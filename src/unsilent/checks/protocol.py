@@ -1,5 +1,6 @@
 """What a check is: it sees buckets and moments of a step, puts flags and digests into the agreed vector, and gives
-details when they are asked for. It never communicates by itself and never acts."""
+details when they are asked for. It never acts, and never communicates by itself, unless it was handed the means (votes over
+shards)."""
 
 from __future__ import annotations
 

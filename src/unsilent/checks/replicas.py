@@ -6,7 +6,8 @@ are compared first, since a difference there is software and explains all others
 
 Cost. Time: on a step of the vote, one pass over weights, optimizer state, declared buffers and reduced gradients; on
 every step a hash of a few numbers on the host; on rank 0, after a clean vote, a line of the log. Memory: 16 bytes per
-tensor. Traffic: none beyond the agreed vector, in which five digests ride; on an alarm, the fingerprints of all tensors
+tensor. Traffic: none beyond the agreed vector, in which five digests ride, and where the state is sharded one small message
+from every rank on a step of the vote; on an alarm, the fingerprints of all tensors
 (16 bytes and a name each) from every rank.
 """
 
@@ -136,9 +137,10 @@ class Replicas:
         return
 
     def before_update(self, moment: Moment) -> None:
-        self._values = self._counters()
         if self.name in moment.due:
             self.read(gradients=self._reduces)
+        else:
+            self._values = self._counters()
 
     def read(self, *, gradients: bool) -> None:
         """Take the fingerprints of everything that must be equal; where the state is sharded all ranks call it together."""
@@ -188,13 +190,11 @@ class Replicas:
         return found
 
     def weights_digest(self, rows: torch.Tensor | None) -> int:
-        """One number over this rank's weights, for a pair of ranks to compare before an audit.
+        """One number over this rank's weights, or its shards of them, for a pair of ranks to compare before an audit.
 
         Args:
             rows: the sums of all parameters, where somebody has taken them already.
         """
-        if self._exchange is not None:  # the pair holds other shards; what it computed with was gathered from all
-            return 0
         weights = self._inventory.weights()
         if rows is None:
             return int(_table(weights).digest()) & _MASK

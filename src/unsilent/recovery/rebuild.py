@@ -99,11 +99,11 @@ class _Change:
 
     def part(self, local: torch.Tensor) -> None:
         """This rank's part, before it is added up."""
-        self._own += _square(local)
+        self._own += square(local)
 
     def whole(self, recorded: torch.Tensor, recomputed: torch.Tensor) -> None:
         """The gradient, as it was recorded and as it is now."""
-        self._changed += _square(recomputed - recorded)
+        self._changed += square(recomputed - recorded)
 
     @property
     def share(self) -> float:
@@ -112,7 +112,8 @@ class _Change:
         return math.sqrt(self._changed / self._own) if self._own else math.inf
 
 
-def _square(tensor: torch.Tensor) -> float:
+def square(tensor: torch.Tensor) -> float:
+    """The squared norm, in double precision."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 

@@ -16,6 +16,7 @@ import torch
 
 from unsilent.attributes import Attributes
 from unsilent.determinism import Kernels
+from unsilent.recovery.rebuild import square
 from unsilent.recovery.share import Share
 from unsilent.replay import Execution, Reading, Work
 from unsilent.ring import Ring
@@ -149,16 +150,12 @@ def _gradients(replayer: ShardedReplayer) -> list[torch.Tensor]:
 
 def _change(world: World, before: list[torch.Tensor], after: list[torch.Tensor], step: int) -> float:
     """By how much the gradient has changed, as a share of its norm, over all shards."""
-    squares = [_square(b - a) for a, b in zip(before, after, strict=True)] if len(before) == len(after) else [math.nan]
-    everyone = world.gather((sum(squares), sum(map(_square, after))), step=step, tag=_TAG_CHANGE)
+    squares = [square(b - a) for a, b in zip(before, after, strict=True)] if len(before) == len(after) else [math.nan]
+    everyone = world.gather((sum(squares), sum(map(square, after))), step=step, tag=_TAG_CHANGE)
     changed, whole = (sum(part) for part in zip(*everyone, strict=True))
     if changed == 0.0:
         return 0.0
     return math.sqrt(changed / whole) if whole else math.inf
-
-
-def _square(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 if tensor.numel() else 0.0
 
 
 def _first(problems: Sequence[str]) -> str:
