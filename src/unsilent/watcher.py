@@ -70,8 +70,7 @@ class Watcher:
             return
         self.posted = True
         try:
-            if self._store.add("unsilent/failed", 1) == 1:
-                self._store.set("unsilent/failure", json.dumps({"rank": self._rank, "error": error}))
+            self._tell("unsilent/failure", json.dumps({"rank": self._rank, "error": error}), "unsilent/failed")
         except Exception:  # noqa: BLE001 - the store's host may be the rank that died; heartbeats tell the rest
             return
 
@@ -99,14 +98,20 @@ class Watcher:
             self._thread.join(timeout=5.0)
             try:
                 self._store.set(f"unsilent/closed/{self._rank}", "1")
-                if not together and self._store.add("unsilent/alone", 1) == 1:
-                    self._store.set("unsilent/left alone", str(self._rank))
+                if not together:
+                    self._tell("unsilent/left alone", str(self._rank), "unsilent/alone")
             except Exception:  # noqa: BLE001 - leaving anyway
                 return
 
     @property
     def closed(self) -> bool:
         return self._closed.is_set()
+
+    def _tell(self, key: str, text: str, counter: str) -> None:
+        """Put ``text`` where all can read it, the first one only, and then count it. In this order: who has seen the count waits
+        for the text, and in this process that would be the thread whose connection the text must take."""
+        self._store.compare_set(key, "", text)
+        self._store.add(counter, 1)
 
     def _run(self) -> None:
         beat = 0
@@ -190,8 +195,8 @@ class Watcher:
         self.failure = failure
         try:
             # Pass the news on: only this rank may see that process.
-            if self._store.add("unsilent/failed", 1) == 1:
-                self._store.set("unsilent/failure", json.dumps({"rank": failure.rank, "error": failure.error}))
+            record = json.dumps({"rank": failure.rank, "error": failure.error})
+            self._tell("unsilent/failure", record, "unsilent/failed")
         except Exception:  # noqa: BLE001 - the others look for themselves
             pass
         try:
