@@ -61,7 +61,7 @@ from unsilent.ring import Ring
 from unsilent.schedule import Schedule
 from unsilent.sharded_reduction import ShardedReduction
 from unsilent.sharded_replay import ShardedReplayer
-from unsilent.sharding import fsdp_modules, is_sharded, module_groups
+from unsilent.sharding import ModuleGroup, fsdp_modules, is_sharded, module_groups
 from unsilent.standing import Standing
 from unsilent.streams import Streams
 from unsilent.weighing import Weighing, mean_loss, share_of
@@ -140,7 +140,7 @@ class Guard:
             copies=self._copies,
         )
         self.world = World(
-            module_groups(model)[0].device if self._sharded else parameters[0].device,
+            self._module_groups[0].device if self._sharded else parameters[0].device,
             group=None if ddp is None else ddp.process_group,
             node=self.config.node,
             timeout_s=self.config.timeout_s,
@@ -988,11 +988,13 @@ class Guard:
         return None if mesh is None else self._shard_copies.get(mesh, (self.world.rank,))
 
     @functools.cached_property
+    def _module_groups(self) -> tuple[ModuleGroup, ...]:
+        return module_groups(self.inner)
+
+    @functools.cached_property
     def _shard_copies(self) -> dict[Any, tuple[int, ...]]:
         """By mesh, the ranks that hold the same shards as this one."""
-        if not self._sharded:
-            return {}
-        return {p.device_mesh: group.copies for group in module_groups(self.inner) for p in group.parameters}  # type: ignore[attr-defined]
+        return {p.device_mesh: group.copies for group in self._module_groups for p in group.parameters}  # type: ignore[attr-defined]
 
     @property
     def _alone(self) -> bool:
@@ -1010,7 +1012,7 @@ class Guard:
             mine = self.replicas.weights_digest(self.recorder.rows)
         finally:  # the others wait for this rank's part
             everyone = self._exchange(mine)
-        return hash(tuple(everyone[rank] for rank in module_groups(self.inner)[0].replica))
+        return hash(tuple(everyone[rank] for rank in self._module_groups[0].replica))
 
     def _exchange(self, mine: Any) -> list[Any]:
         return self.world.gather(mine, step=self.steps, tag=_TAG_SHARDS)

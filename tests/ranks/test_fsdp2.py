@@ -291,6 +291,18 @@ def test_hsdp_a_wrong_weight_of_two_copies_blames_nobody_and_goes_back(pool4: Ra
         assert same(one["bits"], other["bits"])
 
 
+def test_hsdp_a_nan_that_a_wrong_weight_makes_blames_no_healthy_rank(pool4: RankPool, tmp_path: Path) -> None:
+    """Both ranks of its replica compute with it, in a step without audit and vote: the pairs of the audit that the NaN asks
+    for hold unlike weights, so a vote comes first."""
+    plain = pool4.results(hsdp, None)
+    fault = {"site": "weight", "target": "blocks.1.up.weight", "pattern": "nan", "rank": 2, "step": 3}
+    guarded = pool4.results(partial(hsdp, audit_every=4, replicas_every=4), str(tmp_path), fault)
+    assert guarded[2]["fired"]
+    for one, other in zip(plain, guarded, strict=True):
+        assert other["said"] == [(4, "INCONCLUSIVE", "weights", "ROLLBACK", [])]
+        assert same(one["bits"], other["bits"])
+
+
 def test_a_wrong_weight_with_a_single_owner_is_not_seen_and_coverage_says_so(pool: RankPool, tmp_path: Path) -> None:
     guarded = pool.results(partial(train, replicas_every=1), str(tmp_path), {**WEIGHT, "rank": 1, "step": 3})
     assert guarded[1]["fired"]

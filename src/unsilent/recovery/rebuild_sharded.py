@@ -25,7 +25,7 @@ from unsilent.sharded_replay import ShardedReplayer
 from unsilent.sharding import local
 from unsilent.world import World
 
-_TAG_RIGHT, _TAG_RESULTS, _TAG_CHANGE = 32, 33, 34
+_TAG_RIGHT, _TAG_CHANGE = 32, 33
 
 
 @dataclass(frozen=True, kw_only=True)
