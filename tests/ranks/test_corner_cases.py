@@ -115,11 +115,18 @@ def pool2() -> Any:
 
 
 def test_a_nan_does_not_pass_because_a_vote_has_no_majority(pool2: RankPool) -> None:
-    """Two ranks: a weight becomes huge on rank 1, nobody can be named, and the NaN it makes must not be applied."""
+    """Two ranks: a weight becomes NaN on rank 1, nobody can be named: both go back to the state they agreed on."""
     fault = {"site": "weight", "target": "layers.1.weight", "pattern": "nan", "rank": 1, "step": 3}
-    for answer in pool2.results(run, fault, {"recomputes": 1}):
+    clean = pool2.results(run, None, {})
+    for answer, bare in zip(pool2.results(run, fault, {"recomputes": 1}), clean, strict=True):
+        assert answer["found"] == [(4, "ROLLBACK", "INCONCLUSIVE")] and not answer["ended"]
+        assert answer["bits"] == bare["bits"]
+
+
+def test_and_stops_the_run_where_nothing_leads_back(pool2: RankPool) -> None:
+    fault = {"site": "weight", "target": "layers.1.weight", "pattern": "nan", "rank": 1, "step": 3}
+    for answer in pool2.results(run, fault, {"recomputes": 1, "snapshot_every": None}):
         assert answer["ended"] in ("IntegrityLost", "Inconclusive"), answer["found"]
-    assert pool2.results(run, fault, {"recomputes": 1})[0]["finite"]
 
 
 def test_a_forward_that_communicates_switches_audits_off_and_training_goes_on(pool3: RankPool) -> None:
