@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from unsilent.fingerprints import Fingerprint, fingerprint
     from unsilent.guard import Guard, Outcome
+    from unsilent.layout import Equal, Layout
     from unsilent.records import Action, Kind, Site, Suspect, Verdict
 
 _HOME = {
@@ -38,12 +39,14 @@ _HOME = {
     "AuditConfig": "unsilent.checks.audit",
     "CheckpointError": "unsilent.errors",
     "CorruptionError": "unsilent.errors",
+    "Equal": "unsilent.layout",
     "Fingerprint": "unsilent.fingerprints",
     "FiniteConfig": "unsilent.checks.finite",
     "Guard": "unsilent.guard",
     "GuardConfig": "unsilent.config",
     "IntegrityLost": "unsilent.errors",
     "Kind": "unsilent.records",
+    "Layout": "unsilent.layout",
     "Outcome": "unsilent.guard",
     "Quarantine": "unsilent.errors",
     "RankFailure": "unsilent.errors",
@@ -62,12 +65,14 @@ __all__ = [
     "AuditConfig",
     "CheckpointError",
     "CorruptionError",
+    "Equal",
     "Fingerprint",
     "FiniteConfig",
     "Guard",
     "GuardConfig",
     "IntegrityLost",
     "Kind",
+    "Layout",
     "Outcome",
     "Quarantine",
     "RankFailure",

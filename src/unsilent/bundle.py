@@ -53,6 +53,7 @@ class Bundle:
         reading: the recorded sums by name, where the bundle was written by the rank that recorded them.
         work: None when it is not in the bundle; so ``weights``, which are by name.
         left_out: bytes of each part that the cap left out.
+        losses: whether the digests are over the losses as well.
     """
 
     path: Path
@@ -72,6 +73,7 @@ class Bundle:
     weights: Mapping[str, torch.Tensor] | None = None
     reading: Mapping[str, Any] | None = None
     left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    losses: bool = True
 
 
 def rerunnable(
@@ -110,6 +112,7 @@ def rerunnable(
         ],
         "agreed": agreed,
         "strength": audit.strength.value,
+        "losses": audit.compares_losses,
         "kernels": ring.kernels.value,
         "scale": scale,
         "loss_scale": loss_scale,
@@ -147,6 +150,7 @@ def read(path: Path, *, trusted: bool = False) -> Bundle:
         evaluating=tuple(facts["evaluating"]),
         run=body.get("run"),
         left_out=body.get("left_out", {}),
+        losses=facts.get("losses", True),
         **{key: facts[key] for key in _AS_WRITTEN},
         **_parts(path, body["step"], trusted=trusted),
     )

@@ -64,6 +64,13 @@ class Calibration:
         kernels, strength = _LADDER[self._rung]
         self._journal.write("calibration", step, check="audit", strength=strength.value, kernels=kernels.value)
         self._journal.say(f"calibration at step {step}: audits compare {strength.value}, {kernels.value} kernels")
+        if self._audit.outside_state:
+            text = (
+                f"{self._audit.outside_state} is changed by the forward and lies outside of buffers, so an audit that finds a wrong "
+                "value can name nobody and repair nothing: keep it in a buffer, or outside of the model"
+            )
+            self._journal.write("notice", step, text=text)
+            self._journal.say(text)
 
     def degrade(self, verdict: Verdict, step: int) -> None:
         """Nothing repeats: take the next rung, and calibrate again in the next step."""
@@ -71,6 +78,8 @@ class Calibration:
             return
         self._rung += 1
         if self.kernels is Kernels.MATH_ATTENTION and not _uses_attention(self._inner):
+            self._rung += 1
+        if _LADDER[self._rung][1] is Strength.LOSS_ONLY and not self._audit.compares_losses:
             self._rung += 1
         kernels, strength = _LADDER[self._rung]
         self._audit.strength = strength

@@ -763,6 +763,8 @@ def campaign(
 def doctor(
     ranks: Annotated[int | None, typer.Option(help="Imagine a run of so many ranks.")] = None,
     nodes: Annotated[int | None, typer.Option(help="... on so many nodes; by default each rank has its own.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="... that spread a model like this: dp=2,tp=4.")] = None,
+    data: Annotated[str, typer.Option(help="Its dimensions along which batches differ.")] = "dp",
     preset: Annotated[str, typer.Option(help="The model whose memory and cost are shown.")] = "tiny",
     audit_every: Annotated[int, typer.Option(help="Steps between audits; 0 for none on schedule.")] = 100,
     replicas_every: Annotated[int, typer.Option(help="Steps between votes; 0 for none.")] = 10,
@@ -784,6 +786,8 @@ def doctor(
         preset_name=preset,
         audit_every=audit_every or None,
         replicas_every=replicas_every or None,
+        mesh=mesh,
+        data=data,
     )
     if facts is not None:
         Console().print(render(facts))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,9 +27,10 @@ from unsilent.errors import UsageError
 from unsilent.evidence import device_counters
 from unsilent.generators import read_generators
 from unsilent.guard import Guard
-from unsilent.localize import audit_ring
+from unsilent.localize import team_ring
 from unsilent.records import Place
 from unsilent.replay import MicroBatch, Work, pack
+from unsilent.teams import Teams
 from unsilent.training.presets import preset
 from unsilent.training.ranks import Ranks, join, node_of, ranks_from_environment
 from unsilent.world import World
@@ -39,22 +42,35 @@ _TENSORS_OF_A_LAYER, _OTHER_TENSORS = 9, 3
 
 
 def examine(
-    *, ranks: int | None, nodes: int | None, preset_name: str, audit_every: int | None, replicas_every: int | None
+    *,
+    ranks: int | None,
+    nodes: int | None,
+    preset_name: str,
+    audit_every: int | None,
+    replicas_every: int | None,
+    mesh: str | None = None,
+    data: str = "dp",
 ) -> dict[str, Any] | None:
     """All that doctor knows, as plain values; None on a rank that has nothing to say.
 
     Args:
         ranks, nodes: a layout to imagine; without them it is the one that torchrun has started, or four nodes.
+        mesh, data: how a model is spread over its ranks, as in "dp=2,tp=4", and the dimensions along which ranks have batches
+            of their own.
 
     Raises:
         UsageError: a layout that cannot be, an unknown preset, periods below 1.
     """
     config = GuardConfig(audit_every=audit_every, replicas_every=replicas_every)
     here = ranks_from_environment()
+    sizes = _sizes(mesh, data) if mesh is not None else {}
+    if sizes:
+        ranks = _product(sizes, ranks, here.size)
     cost = _cost(preset_name, config, ranks or (here.size if here.size > 1 else 4))
     guard = _small_guard(config)  # before the ranks meet: afterwards it would wait for theirs
     join(here)
-    places, layout = _layout(here, ranks, nodes)
+    places, layout = _layout(here, None if sizes and here.size > 1 else ranks, nodes)
+    teams = Teams.of_mesh(sizes, data.split(",")) if sizes else Teams.of_one(len(places))
     if here.rank != 0:
         return None
     environment = read_environment(here.device)
@@ -67,8 +83,11 @@ def examine(
         "determinism": missing_settings(),
         "layout": layout,
         "places": [vars(place) for place in places],
-        "auditors": list(audit_ring(places)),
-        "coverage": _coverage(guard, places),
+        "mesh": sizes,
+        "teams": [list(ranks) for ranks in teams.members],
+        "auditors": list(team_ring(places, teams)),
+        "alike": _alike(sizes, data.split(",")),
+        "coverage": _coverage(guard, places, teams),
         "cost": cost,
         "counters": _counters(here.device),
     }
@@ -90,7 +109,7 @@ def render(facts: dict[str, Any]) -> RenderableType:
         ("to be set", "; ".join(facts["determinism"]) or "nothing is missing for matmuls that repeat"),
         ("error counters", _counter_words(facts["counters"])),
     )
-    return Group(environment, _ring(facts), _coverage_table(facts), _cost_table(facts["cost"]))
+    return Group(environment, _ring(facts), _alike_table(facts), _coverage_table(facts), _cost_table(facts["cost"]))
 
 
 # ---- the layout ------------------------------------------------------------------------------------------------------
@@ -116,14 +135,67 @@ def _layout(here: Ranks, ranks: int | None, nodes: int | None) -> tuple[tuple[Pl
     return places, "imagined, with machines like this one"
 
 
+def _sizes(mesh: str, data: str) -> dict[str, int]:
+    """The dimensions that a text such as "dp=2,tp=4" names."""
+    try:
+        sizes = {name.strip(): int(size) for name, size in (part.split("=") for part in mesh.split(","))}
+    except ValueError:
+        raise UsageError(f"--mesh {mesh!r} is not a list like dp=2,tp=4") from None
+    if wrong := [name for name, size in sizes.items() if size < 1]:
+        raise UsageError(f"--mesh {mesh!r} gives {wrong[0]} less than 1 rank")
+    if unknown := [name for name in data.split(",") if name not in sizes]:
+        raise UsageError(f"--data names {unknown[0]!r}, and the mesh has {', '.join(sizes)}")
+    return sizes
+
+
+def _product(sizes: dict[str, int], ranks: int | None, started: int) -> int:
+    size = math.prod(sizes.values())
+    if (ranks or size) != size or (started > 1 and started != size):
+        raise UsageError(f"a mesh of {size} ranks does not fit {started if started > 1 else ranks} ranks")
+    return size
+
+
+def _alike(sizes: dict[str, int], data: Sequence[str]) -> list[dict[str, str]]:
+    """What a guard takes for granted about who must hold the same bits, unless a Layout says otherwise."""
+    own = ", ".join(data) if sizes else "all ranks"
+    rows = {
+        "weights, optimizer state under DistributedDataParallel or replicate": f"along {own}" if sizes else own,
+        "the same under fully_shard": "along the dimension that replicates (HSDP); a shard without a copy is not compared",
+        "the part of the optimizer state that a ZeroRedundancyOptimizer keeps": "nowhere: it has a single owner",
+        "parameters that tensor parallelism leaves whole": "along its dimension as well, whatever their placements say",
+        "stages (pp), experts (ep)": "nowhere, unless Layout(equal=...) declares it",
+        "buffers": "nowhere, unless replicated_buffers names them",
+        "step, learning rate, loss scale": "all ranks",
+    }
+    return [{"what": what, "where": where} for what, where in rows.items()]
+
+
+def _alike_table(facts: dict[str, Any]) -> RenderableType:
+    table = _table("What must be equal, bit for bit, and where", "what", "where")
+    for row in facts["alike"]:
+        table.add_row(row["what"], row["where"])
+    return table
+
+
 def _ring(facts: dict[str, Any]) -> RenderableType:
     places, auditors = facts["places"], facts["auditors"]
+    together = [ranks for ranks in facts["teams"] if len(ranks) > 1]
     table = _table(f"Who audits whom ({facts['layout']})", "rank", "node", "device", "audited by", "on")
     for place, auditor in zip(places, auditors, strict=True):
         other = "" if auditor is None else str(places[auditor]["node"])
         who = "nobody: replayed on its own device" if auditor is None else f"rank {auditor}"
         table.add_row(str(place["rank"]), place["node"], place["device"], who, other)
-    nodes = len({place["node"] for place in places})
+    team_of = {rank: ranks for ranks in facts["teams"] for rank in ranks}
+    nodes = len({tuple(places[rank]["node"] for rank in ranks) for ranks in team_of.values()})
+    if together:
+        listed = "; ".join(", ".join(map(str, ranks)) for ranks in together[:4])
+        more = "; ..." if len(together) > 4 else ""
+        word = (
+            "the rank that errs first is named" if nodes > 2 else "a persistent fault names both sides: three such groups are needed"
+        )  # fmt: skip
+        return Group(
+            table, Text(f"These ranks compute one batch together and are audited as a whole: {listed}{more}; {word}.")
+        )
     word = "a persistent fault can be pinned on one node" if nodes > 2 else (
         f"with {nodes} node{'s' if nodes > 1 else ''} a persistent fault cannot be pinned on one: three are needed"
     )  # fmt: skip
@@ -139,7 +211,7 @@ def _small_guard(config: GuardConfig) -> Guard:
         return Guard(model, torch.optim.AdamW(model.parameters()), _no_loss, config=config)
 
 
-def _coverage(guard: Guard, places: tuple[Place, ...]) -> list[dict[str, Any]]:
+def _coverage(guard: Guard, places: tuple[Place, ...], teams: Teams) -> list[dict[str, Any]]:
     """What the guard of such a run would print: a guard of one small layer, told of other places."""
     config, reduces = guard.config, len(places) > 1
     guard.checks["audit"] = Audit(
@@ -147,8 +219,9 @@ def _coverage(guard: Guard, places: tuple[Place, ...]) -> list[dict[str, Any]]:
         guard.recorder,
         config.audit,
         rank=0,
-        auditors=audit_ring(places),
+        auditors=team_ring(places, teams),
         places=places,
+        team_places=teams.places(places),
         period=config.audit_every or 0,
         reduces=reduces,
         labels=guard.reduction.labels,

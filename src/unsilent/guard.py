@@ -17,7 +17,9 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,16 +29,18 @@ from torch import nn
 
 from unsilent.agreement import Agreed, Agreement, Declaration
 from unsilent.calibration import Calibration
-from unsilent.checkpoint import Certificate, Status
+from unsilent.checkpoint import Certificate, CheckRun, Status
 from unsilent.checkpoint import attach as attach_certificate
 from unsilent.checkpoint import certify as certify_state
 from unsilent.checkpoint import may_publish as may_publish_certificate
+from unsilent.checkpoint.together import Together
 from unsilent.checks.audit import Audit, AuditConfig, Strength
 from unsilent.checks.finite import Finite
 from unsilent.checks.protocol import Check, Coverage, Moment
 from unsilent.checks.replicas import Replicas
 from unsilent.checks.update import Update
 from unsilent.config import GuardConfig
+from unsilent.crossings import Crossings
 from unsilent.determinism import Kernels, missing_settings, running_with
 from unsilent.errors import (
     CheckpointError,
@@ -46,11 +50,12 @@ from unsilent.errors import (
 )
 from unsilent.generators import read_generators, write_generators
 from unsilent.inquiry import Finding, Inquiry
-from unsilent.inventory import Inventory
+from unsilent.inventory import Inventory, is_partitioned
 from unsilent.journal import Journal
 from unsilent.judge import judge_counters
+from unsilent.layout import Layout, Relations, check_layout, layout_of
 from unsilent.lifeline import HeldSignal, close_at_exit, tell_at_end, together
-from unsilent.localize import audit_ring
+from unsilent.localize import team_ring
 from unsilent.records import Action, CounterEvidence, Site, Verdict
 from unsilent.recovery.rollback import Rollback
 from unsilent.recovery.rollback_sharded import ShardedRollback
@@ -64,6 +69,7 @@ from unsilent.sharded_replay import ShardedReplayer
 from unsilent.sharding import ModuleGroup, fsdp_modules, is_sharded, module_groups
 from unsilent.standing import Standing
 from unsilent.streams import Streams
+from unsilent.watched import Loop, Watched, weakly
 from unsilent.weighing import Weighing, mean_loss, share_of
 from unsilent.world import World
 
@@ -99,6 +105,8 @@ class Guard:
             module under the DDP wrapper.
         scaler, scheduler: stepped after the optimizer, as usual.
         clip_norm: clip the gradient's norm to this before the update.
+        layout: which ranks compute one batch together (pipeline, context, expert parallelism), where the model does not tell.
+            With a pipeline ``loss_fn(stage, batch)`` runs a whole schedule and returns a loss without a graph.
 
     Raises:
         UsageError: what is asked for cannot be guarded; the message says what to change.
@@ -113,6 +121,7 @@ class Guard:
         scaler: torch.amp.GradScaler | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         clip_norm: float | None = None,
+        layout: Layout | None = None,
         config: GuardConfig | None = None,
     ) -> None:
         check_supported(model, optimizer)
@@ -121,12 +130,14 @@ class Guard:
         self.config = config or GuardConfig()
         self.steps = 0  # updates completed
         self.last_due: frozenset[str] = frozenset()  # the scheduled checks that the last step ran
+        self._loop: Loop | None = None  # set by watch(): the loop owns its step
+        self._stepped = False  # step() was called
 
         self._observers: list[Any] = []
         self._taken = contextlib.ExitStack()  # hooks, handlers and files, given back in detach()
         self._made_during = id(sys.exc_info()[1])  # what was being handled already when this guard was made
         ddp, self.inner = unwrap(model)
-        self._sharded = is_sharded(model)
+        self._sharded, self._partitioned = is_sharded(model), is_partitioned(optimizer)
         for module in fsdp_modules(model):
             module.reshard()  # what an evaluation has gathered before
         parameters = [p for p in self.inner.parameters() if p.requires_grad]
@@ -137,13 +148,22 @@ class Guard:
             self.inner,
             optimizer,
             replicated_buffers=frozenset(self.config.replicated_buffers),
-            copies=self._copies,
+            copies=lambda tensor, name: self.relations.copies(tensor, name),
+            called=lambda name: self.relations.called(name),
         )
+        self.layout = layout
+        if self._sharded:
+            self.layout = layout or layout_of(model)
+            check_layout(model, self.layout)
+        elif layout is not None:
+            raise UsageError("a Layout is for models under fully_shard or replicate: under DistributedDataParallel every rank "
+                             "computes by itself")  # fmt: skip
         self.world = World(
             self._module_groups[0].device if self._sharded else parameters[0].device,
             group=None if ddp is None else ddp.process_group,
             node=self.config.node,
             timeout_s=self.config.timeout_s,
+            teams=None if self.layout is None else self.layout.teams,
         )
         try:
             self.journal = self._open_journal()
@@ -186,6 +206,10 @@ class Guard:
 
     def _take_over(self) -> None:
         """Put hooks, checks and handlers in place."""
+        self.relations = Relations(self.inner, self.layout, self._exchange)
+        owners = [entry.copies is not None and len(entry.copies) == 1 for entry in self.inventory.weights()]
+        everywhere = self._exchange((all(owners), any(owners))) if self._sharded else [(False, False)]
+        self._alone = all(alone for alone, _ in everywhere)  # every shard has a single owner
         if self.config.require_localization:
             self._require_localization()
         self.reduction = (
@@ -198,7 +222,11 @@ class Guard:
         self.recorder = Recorder(self.inner, synchronises=self.reduction.synchronises_buffers)
         self._taken.callback(self.recorder.close)
         self.replayer = self._make_replayer()
-        self._auditors = audit_ring(self.world.places)
+        self._auditors = team_ring(self.world.places, self.world.teams)
+        self.crossings: Crossings | None = None
+        if self.layout is not None and not self.world.teams.alone:
+            self.crossings = Crossings(self.inner, self.layout.stage)
+            self._taken.callback(self.crossings.close)
         reduces = self.reduction.reduces
         self.finite = Finite(
             self.inventory, self.config.finite, reduces=reduces, scaler=self._scales,
@@ -210,8 +238,10 @@ class Guard:
             self._counters,
             period=self.config.replicas_every or 0,
             reduces=reduces,
-            exchange=self._exchange if self._sharded else None,
+            exchange=self._exchange if self._sharded or self._partitioned else None,
+            partitioned=self._partitioned,
             alone=self._alone,
+            partly_alone=any(some for _, some in everywhere),
         )
         self.audit = Audit(
             self.inner,
@@ -224,14 +254,15 @@ class Guard:
             reduces=reduces,
             labels=self.reduction.labels,
             scale=self.reduction.scale,
+            team_places=self.world.team_places,
         )
         self._taken.callback(self.audit.close)
-        self.update = None if self.config.update is None or self._sharded else Update(
+        self.update = None if self.config.update is None or self._sharded or self._partitioned else Update(
             self.inner, self.optimizer, self.config.update, reduces=reduces, scale=self.reduction.scale,
             loss_scale=lambda: self.scaler.get_scale() if self.scaler is not None and self._scales else 1.0,
             clip_norm=self.clip_norm, ranks=self.world.size,
         )  # fmt: skip
-        self.ring = Ring(self.world, self.replayer, self.audit, self._auditors)
+        self.ring = Ring(self.world, self.replayer, self.audit, self._auditors, crossings=self.crossings)
         self.rollback = (ShardedRollback if self._sharded else Rollback)(
             self.world,
             self.inventory,
@@ -266,6 +297,7 @@ class Guard:
             attempt=self._try,
             update=self.update,
             calibrated=lambda: self.calibration.done,
+            own_loop=lambda: self._loop is not None,
         )
         self.response = Response(
             self.config,
@@ -286,7 +318,8 @@ class Guard:
             scaler=self.scaler,
             scheduler=self.scheduler,
             scales=self._scales,
-            goes_back=lambda: self._goes_back,
+            nothing_kept=self._nothing_kept,
+            reruns_hold=self._reruns_hold,
             attempt=self._try,
             tally=self._tally,
         )
@@ -338,6 +371,9 @@ class Guard:
             RankFailure: another rank failed.
             UsageError: no batch, one that cannot be sent to the rank that audits it, or samples that do not fit.
         """
+        if self._loop is not None:
+            raise UsageError("guard.step was called where guard.watch has been used: a run uses one of the two")
+        self._stepped = True
         parts = list(micro_batches) if micro_batches is not None else [batch]
         if (not parts and samples is None) or (micro_batches is None and batch is None):
             raise UsageError("step() needs a batch, or a non-empty list of micro_batches")
@@ -349,6 +385,69 @@ class Guard:
             action, verdict = self._check(moment, losses, kernels)
             self._update(moment, kernels)
             return Outcome(loss=mean_loss(losses, weights), step=moment.step, action=action, verdict=verdict)
+
+    @contextlib.contextmanager
+    def watch(
+        self, batch: Any, *, accumulating: bool = False, divide_by: int = 1, saving: bool = False, last: bool = False
+    ) -> Iterator[Watched]:
+        """Bracket forward and backward of a loop that owns its step; on leaving the gradients are looked at and put right.
+
+        In the block the loop does what it always did, and backward is of ``loss_fn(model, batch)``, as the guard was given
+        it, or of a loss that is the same bit for bit: that is what is rerun. ``zero_grad`` comes before the block, whatever
+        else is done to gradients after it, then one update. See ``docs/loops.md``.
+
+        Args:
+            batch: this rank's batch, as ``loss_fn`` takes it.
+            accumulating: other micro-batches of this step follow, in blocks of their own; what is reduced and looked at is
+                their sum, with the last.
+            divide_by: the block divides its loss by this number before backward.
+            saving, last: as for :meth:`step`; given with the first block of a step.
+
+        Yields:
+            What the step gave, known once its last block has been left.
+
+        Raises:
+            Quarantine, IntegrityLost: on all ranks together, on leaving the block; the update must not follow.
+            RankFailure: another rank failed, in its block or elsewhere.
+            UsageError: the loop is out of order, or the batch cannot be sent to the rank that audits it.
+        """
+        with together(self.world, self.journal):
+            loop = self._own_loop(accumulating=accumulating)
+            with loop.block(accumulating=accumulating, divide_by=divide_by):
+                if loop.begun is None:
+                    self._must_be_sendable([batch])
+                    loop.begun = self._begin(saving=saving, last=last)
+                    self._capture(loop.begun[0], divide_by=divide_by)
+                moment, kernels = loop.begun
+                watched = Watched(step=moment.step)
+                with self._live(moment, kernels):
+                    self.recorder.begin_micro_batch(batch)
+                    yield watched
+            if accumulating:
+                return
+            self.recorder.end_step()
+            watched.action, watched.verdict = self._check(moment, [], kernels)
+            self.reduction.forget()
+            loop.checked()
+
+    def _own_loop(self, *, accumulating: bool) -> Loop:
+        """The loop that is watched; from its first block on the guard knows that updates are not its own."""
+        if self._stepped:
+            raise UsageError("guard.watch was called where guard.step has been used: a run uses one of the two")
+        if accumulating and self.crossings is not None:
+            raise UsageError("guard.watch cannot accumulate where ranks compute batches together: one block a step")
+        if self._audits.micro_batch == "rotating":
+            raise UsageError("guard.watch audits the sum of all micro-batches: take AuditConfig(micro_batch='all')")
+        if self.clip_norm is not None:
+            raise UsageError("clip_norm was given to a guard that makes no update (guard.watch): clip after the block")
+        if self._loop is None:
+            reduces = self.reduction.reduces
+            self._loop = Loop(self.model, self.optimizer, reduces=reduces, updated=weakly(self._updated))
+            self._taken.callback(self._loop.close)
+            self._observers.append(self._loop)
+            self.audit.compares_losses = False
+            self._announce_coverage(self._loop.coverage())
+        return self._loop
 
     def _begin(self, *, saving: bool, last: bool) -> tuple[Moment, Kernels]:
         """Whose turn it is in this step, and with which kernels it runs."""
@@ -386,14 +485,11 @@ class Guard:
     ) -> list[torch.Tensor]:
         """The user's own work, with a capture of what each micro-batch began from."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.reduction.reshard()  # what an evaluation since the last step has gathered
-        audited = "audit" in moment.due
-        self.recorder.begin_step(watch_attributes=audited)
+        self._capture(moment)
         if not self.calibration.due:  # calibration compares the whole
             self._rotate(moment, len(parts))
         losses: list[torch.Tensor] = []
-        keep = audited and self.config.mode == "act"
-        with self.reduction.step(keep=keep), running_with(kernels):
+        with self._live(moment, kernels):
             for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
                 last = i == len(parts) - 1
                 self.recorder.begin_micro_batch(part, weight)
@@ -401,10 +497,33 @@ class Guard:
                 with contextlib.nullcontext() if last else self.reduction.accumulating():
                     loss = self.loss_fn(self.model, part)
                     losses.append(loss.detach().clone())
-                    self._scale_loss(share_of(loss, weight=weight, divide_by=len(parts))).backward()
+                    if loss.requires_grad or self.layout is None:
+                        self._scale_loss(share_of(loss, weight=weight, divide_by=len(parts))).backward()
+                    elif self.scaler is not None or len(parts) > 1 or weight is not None:
+                        raise UsageError(
+                            "loss_fn gave a loss without a graph, as a pipeline's schedule does: such a step takes one batch, and "
+                            "no scaler, micro_batches or samples"
+                        )
         self.audit.listen(None)
         self.recorder.end_step()
         return losses
+
+    def _capture(self, moment: Moment, *, divide_by: int | None = None) -> None:
+        """Make ready for what the step's micro-batches begin from."""
+        self.reduction.reshard()  # what an evaluation since the last step has gathered
+        self.recorder.begin_step(watch_attributes="audit" in moment.due, divide_by=divide_by)
+
+    @contextlib.contextmanager
+    def _live(self, moment: Moment, kernels: Kernels) -> Iterator[None]:
+        """Bracket the live forward and backward."""
+        audited = "audit" in moment.due
+        keep = audited and self.config.mode == "act"
+        with self.reduction.step(keep=keep), running_with(kernels), self._crossing(noted=audited):
+            yield
+
+    def _crossing(self, *, noted: bool) -> AbstractContextManager[None]:
+        """Where ranks compute batches together: note what a rank computes before it may reach the others of its team."""
+        return contextlib.nullcontext() if self.crossings is None else self.crossings.live(noted=noted)
 
     def _rotate(self, moment: Moment, parts: int) -> None:
         """Audit one micro-batch, if so configured; only where all ranks have equally many, so that all take the same."""
@@ -477,8 +596,12 @@ class Guard:
             self._apply(norm)
         finally:
             told.remove()
+        self._updated(moment, skipped=not ran)
+
+    def _updated(self, moment: Moment, skipped: bool) -> None:
+        """The step is over: its update was made, or left out."""
         for name, check in self.checks.items():
-            self._try(name, lambda check=check: check.after_update(moment, skipped=not ran))
+            self._try(name, lambda check=check: check.after_update(moment, skipped=skipped))
         self.steps += 1
         self._first = False
         self.calibration.updated()
@@ -623,7 +746,18 @@ class Guard:
     @property
     def _goes_back(self) -> bool:
         """Whether a rollback is among what may be done, or, in observe mode, would be."""
-        return self.config.snapshot_every is not None and self._replicas_on and self.world.size > 1
+        return not self._nothing_kept()
+
+    def _nothing_kept(self) -> str:
+        """Why nothing is kept to go back to, "" where it is."""
+        if self._loop is not None:
+            return "this loop makes its updates itself, so past ones cannot be made again (guard.watch)"
+        kept = self.config.snapshot_every is not None and self._replicas_on and self.world.size > 1
+        return "" if kept else "nothing is kept to go back to (snapshot_every, replicas_every)"
+
+    def _reruns_hold(self) -> bool:
+        """Whether a rerun of ``loss_fn`` gives what the live step has computed: of a loop's own code that must be shown."""
+        return self._loop is None or (self.calibration.done and self.audit.strength is Strength.BITWISE)
 
     @property
     def _replicas_on(self) -> bool:
@@ -643,7 +777,7 @@ class Guard:
         or ``saving=True``) so that it was audited; if it was not, the checkpoint is a candidate until the next clean
         audit certifies it. A certified checkpoint of the same step that is there already is never replaced by one that
         is less. In observe mode it is written whatever the checks find, and never certified where they found something;
-        where replicas differ it holds rank 0's.
+        where replicas differ it holds those of the lowest ranks.
 
         Returns:
             The checkpoint's directory, or None when the checks found something and no file was written.
@@ -652,7 +786,8 @@ class Guard:
             IntegrityLost, Quarantine: what was found cannot be put right here.
         """
         with together(self.world, self.journal, CheckpointError, UsageError, OSError):
-            self._must_hold_all()
+            self._settle("guard.save")
+            self.reduction.reshard()  # what an evaluation has gathered: a checkpoint knows shards
             unsound = self.response.unsound
             alike = not unsound and (not self._replicas_on or self._vote_now(_PHASE_SAVE))
             observe = self.config.mode == "observe"
@@ -666,7 +801,7 @@ class Guard:
             path = store.save(
                 self.inventory,
                 steps=self.steps,
-                checks=self.standing.check_runs(self.steps, tuple(self.checks)),
+                checks=self._checks_run(),
                 status=status,
                 scaler=self.scaler,
                 scheduler=self.scheduler,
@@ -700,7 +835,7 @@ class Guard:
             UsageError: the checkpoint is of another model or optimizer.
         """
         with together(self.world, self.journal, CheckpointError, UsageError, OSError):
-            self._must_hold_all()
+            self.reduction.reshard()  # what an evaluation has gathered: a checkpoint knows shards
             loaded = self.standing.store(root).load(
                 self.inventory, scaler=self.scaler, scheduler=self.scheduler, certified=certified
             )
@@ -715,17 +850,27 @@ class Guard:
             )
             return self.steps
 
-    def _must_hold_all(self) -> None:
-        if self._sharded:
-            raise UsageError(
-                "guard.save, guard.load and guard.certify do not know sharded state yet: write it with "
-                "torch.distributed.checkpoint, and call guard.load_state_dict after loading"
-            )
+    def _settle(self, before: str) -> None:
+        """A watched step whose update was left out is over by now; ``before`` is what was called."""
+        if self._loop is not None:
+            self._loop.settle(before)
+
+    @property
+    def _holds_parts(self) -> bool:
+        """Whether ranks hold parts of the state, so that no one of them can certify it."""
+        return self._sharded or (self.layout is not None and not self.layout.teams.alone)
+
+    def _checks_run(self) -> tuple[CheckRun, ...]:
+        """What has been checked about the present state; where no shard has a second copy, a vote has compared counters only."""
+        runs = self.standing.check_runs(self.steps, tuple(self.checks))
+        return tuple(replace(run, check="counters") if self._alone and run.check == "replicas" else run for run in runs)
 
     def _begin_anew(self, steps: int) -> None:
         """The run goes on from a state that was loaded: nothing that was known of the one before holds for it."""
         torch.clear_autocast_cache()
         self.response.unsound = ""
+        if self._loop is not None:
+            self._loop.begin_anew()
         self._weighing.begin_anew()
         self.rollback.begin_anew()
         self.steps = steps
@@ -784,17 +929,20 @@ class Guard:
         Raises:
             IntegrityLost, Quarantine: what was found cannot be put right here.
             UsageError: a tensor cannot be certified.
+            CheckpointError: what the ranks give of a sharded tensor is not the whole of it.
         """
-        with together(self.world, self.journal, UsageError):
-            self._must_hold_all()
+        with together(self.world, self.journal, CheckpointError, UsageError):
+            self._settle("guard.certify")
+            self.reduction.reshard()  # what an evaluation has gathered: a checkpoint knows shards
             unsound = self.response.unsound
             alike = not unsound and (not self._replicas_on or self._vote_now(_PHASE_SAVE))
-        certificate = certify_state(
-            state,
-            steps=self.steps,
-            checks=self.standing.check_runs(self.steps, tuple(self.checks)),
-            world_size=self.world.size,
-        )
+            certificate = certify_state(
+                state,
+                steps=self.steps,
+                checks=self._checks_run(),
+                world_size=self.world.size,
+                ranks=Together(self.world.group, self.world.rank, self.world.size) if self._holds_parts else None,
+            )
         if alike or self.config.mode == "observe":
             return certificate
         reason = unsound or "its checks failed"
@@ -816,6 +964,7 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard must remember over a restart; always the same keys and shapes."""
+        self._settle("guard.state_dict")
         return {"version": 1, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -842,16 +991,21 @@ class Guard:
         off.append(_uncovered("optimizer", "an update that is wrong on all ranks alike is not seen"))
         off.append(_uncovered("rng", "generators differ between ranks by design and are not compared"))
         if self._sharded:
-            off.append(_uncovered("weights", "what the all-gathers of sharded weights give: it is not compared yet"))
-            off.append(_uncovered("checkpoint", "save, load and certify do not know sharded state yet"))
-            if self.config.update is not None:
-                off.append(_uncovered("gradient", "check update does not look at sharded models yet, and is off"))
+            if any(group.scatters for group in self._module_groups):
+                blind = "a wrong weight that an all-gather gives to all ranks alike; given to one of them its audit sees it"
+                off.append(_uncovered("weights", blind))
+            if self._alone:
+                blind = "shards at rest: a certificate rests on audited steps, counters, and the way to the files and back"
+                off.append(_uncovered("checkpoint", blind))
             if self.config.audit.micro_batch == "rotating":
                 off.append(
                     _uncovered("gradient", "rotating audits do not exist for sharded models yet: the sum is audited")
                 )
+        if self.config.update is not None and self.update is None:
+            off.append(_uncovered("gradient", "check update does not look at sharded models or optimizers, and is off"))
         if self.reduction.notice:
             off.append(_uncovered("gradient", self.reduction.notice))
+        off += () if self._loop is None else self._loop.coverage()
         return (*rows, *off)
 
     def close(self) -> None:
@@ -866,6 +1020,7 @@ class Guard:
         watcher = self.world.watcher
         orderly = watcher.failure is None and not watcher.posted and error is None
         try:
+            self._settle("guard.close")
             if orderly and self.steps and self._replicas_on and not self.response.stopped:
                 with together(self.world, self.journal):
                     self._vote_now(_PHASE_END)
@@ -936,17 +1091,14 @@ class Guard:
                 )
 
     def _announce(self) -> None:
-        rows = self.coverage()
         self.journal.write(
             "run_started", self.steps, world_size=self.world.size, nodes=list(self.world.nodes),
             places=[vars(place) for place in self.world.places],
             mode=self.config.mode, quarantine=self.config.quarantine, environment=self.world.environment.digest,
             directory=_absolute(self.config.directory), ledger=_absolute(self.config.ledger),
         )  # fmt: skip
-        self.journal.write("coverage", self.steps, rows=[vars(row) for row in rows])
-        for row in rows:
-            covered = f"{row.how}; {row.when}; not seen: {row.blind}" if row.how else f"NOT COVERED: {row.blind}"
-            self.journal.say(f"{row.site:<16} {row.check:<9} {covered}")
+        self._announce_layout()
+        self._announce_coverage(self.coverage())
         for text in missing_settings():
             self.journal.say(text)
         apart = max(self.config.snapshot_every or 0, self.config.replicas_every or 0)
@@ -955,6 +1107,22 @@ class Guard:
                 f"snapshots may lie {apart} steps apart and the batches of {self.config.keep_batches} steps are kept: a "
                 "rollback will not always reach back (keep_batches)"
             )
+
+    def _announce_coverage(self, new: Sequence[Coverage]) -> None:
+        """The whole table on record, and its ``new`` rows on the screen."""
+        self.journal.write("coverage", self.steps, rows=[vars(row) for row in self.coverage()])
+        for row in new:
+            covered = f"{row.how}; {row.when}; not seen: {row.blind}" if row.how else f"NOT COVERED: {row.blind}"
+            self.journal.say(f"{row.site:<16} {row.check:<9} {covered}")
+
+    def _announce_layout(self) -> None:
+        """Which ranks compute together, and who must hold what alike."""
+        if self.layout is not None:
+            self.journal.say(f"layout: {self.layout}")
+        if self._sharded:
+            alike = Counter(entry.copies for entry in self.inventory.weights())
+            told = [f"{n} on {_listed(copies)}" for copies, n in alike.items() if copies is not None]
+            self.journal.say(f"parameters that must be alike, bit for bit: {'; '.join(told)}")
 
     def _require_localization(self) -> None:
         if len(self.world.nodes) < 3:
@@ -982,24 +1150,9 @@ class Guard:
 
     # ---- shards ------------------------------------------------------------------------------------------------------
 
-    def _copies(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
-        """The ranks that must hold the same bits as this rank's part of ``tensor``; None for all."""
-        mesh = getattr(tensor, "device_mesh", None)
-        return None if mesh is None else self._shard_copies.get(mesh, (self.world.rank,))
-
     @functools.cached_property
     def _module_groups(self) -> tuple[ModuleGroup, ...]:
         return module_groups(self.inner)
-
-    @functools.cached_property
-    def _shard_copies(self) -> dict[Any, tuple[int, ...]]:
-        """By mesh, the ranks that hold the same shards as this one."""
-        return {p.device_mesh: group.copies for group in self._module_groups for p in group.parameters}  # type: ignore[attr-defined]
-
-    @property
-    def _alone(self) -> bool:
-        """Whether every shard has a single owner."""
-        return all(len(copies) == 1 for copies in self._shard_copies.values())
 
     def _weights_digest(self) -> int:
         """One number over the weights that this rank computes with, for a pair to compare; 0 where no other holds them."""
@@ -1093,6 +1246,10 @@ class _Guarded:
 
 def _absolute(path: str | Path | None) -> str | None:
     return None if path is None else str(Path(path).resolve())
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]} alone" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _uncovered(site: str, why: str) -> Coverage:

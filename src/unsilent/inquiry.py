@@ -23,6 +23,7 @@ from unsilent.judge import (
     judge_finite,
     judge_unreduced,
     judge_votes,
+    unlike_the_block,
 )
 from unsilent.localize import (
     agreed_value,
@@ -42,15 +43,17 @@ from unsilent.records import (
     Place,
     Site,
     SpikeEvidence,
+    Suspect,
     UnreducedEvidence,
     Verdict,
     VoteEvidence,
 )
 from unsilent.recovery.share import Share
 from unsilent.ring import Ring
+from unsilent.teams import Crossing, Teams, first_to_diverge
 from unsilent.world import World
 
-_TAG_DETAILS, _TAG_AUDITS, _TAG_VOTE, _TAG_TRAFFIC, _TAG_AGAIN = 10, 11, 13, 19, 17
+_TAG_DETAILS, _TAG_AUDITS, _TAG_VOTE, _TAG_TRAFFIC, _TAG_AGAIN, _TAG_CROSSINGS = 10, 11, 13, 19, 17, 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,7 @@ class Inquiry:
         attempt: runs a part of the check named; what it raises is flagged to all ranks and gives None.
         update: the check whose spikes are looked into, None when it is off.
         calibrated: whether it is known how far the work repeats here.
+        own_loop: whether the live work is run by code of the loop's own, which may be another than the reruns'.
     """
 
     def __init__(
@@ -107,11 +111,12 @@ class Inquiry:
         attempt: Callable[[str, Callable[[], Any]], Any],
         update: Update | None = None,
         calibrated: Callable[[], bool] = lambda: True,
+        own_loop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._world, self._ring, self._checks, self._finite, self._audit = world, ring, checks, finite, audit
         self._weights_digest, self._outside_state, self._unreduced = weights_digest, outside_state, unreduced
         self._attempt = attempt
-        self._update, self._calibrated = update, calibrated
+        self._update, self._calibrated, self._own_loop = update, calibrated, own_loop
         #: what the last look made of this step's spikes, where it found nothing else; None without any
         self.confirmed: Confirmed | None = None
         #: replicas in unlike environments have drifted apart; it has been said, and is not said again
@@ -159,6 +164,8 @@ class Inquiry:
             records = self._evidence(name, moment.step, [details[name] for details in everyone])
             if records is None:
                 return [Finding(verdict=_looked_in_vain(self._checks[name], moment.step))]
+            if name == "audit":
+                records = self._world.teams.as_one(records)
             evidence[name] = records
         how = ""
         if "update" in evidence and "finite" not in evidence and "audit" not in evidence:
@@ -334,7 +341,7 @@ class Inquiry:
 
     def _repeats_nowhere(self, evidence: dict[str, Any]) -> bool:
         """Whether the kernels of this step, which calibration need not have tried, give other bits each time."""
-        outputs = [outputs_by_rank(a, self._world.places) for a in evidence.get("audits", ())]
+        outputs = [outputs_by_rank(a, self._world.team_places) for a in evidence.get("audits", ())]
         differing = [o for o in outputs if len({value for made in o.values() for value in made}) > 1]
         return bool(differing) and all(nothing_repeats(o) for o in differing)
 
@@ -347,7 +354,7 @@ class Inquiry:
 
     def _gather_audits(self, moment: Moment) -> list[AuditEvidence]:
         details = self._world.gather(self._audit.details(), step=moment.step, tag=_TAG_AUDITS)
-        return list(self._audit.evidence(moment.step, details))
+        return self._world.teams.as_one(self._audit.evidence(moment.step, details))
 
     def _settle(
         self,
@@ -365,18 +372,54 @@ class Inquiry:
             self._attempt("audit", lambda: self._audit.record(losses))
             self.compare()
             audits = self._gather_audits(moment)
-        audits = [replace(a, alarm=alarms.get(a.auditee, a.alarm)) for a in audits]
+        of_leads = {self._world.teams.lead(rank): alarm for rank, alarm in alarms.items()}
+        audits = [replace(a, alarm=of_leads.get(a.auditee, a.alarm)) for a in audits]
         audits = self._ring.settle(audits, moment.step)
         evidence["audits"] = audits
-        places = self._world.places
+        teams, places = self._world.teams, self._world.team_places
         own_first = self._ring.replayer.together
-        shares = tuple(share for a in audits if (share := _share(a, places, own_first=own_first)) is not None)
+        unlike = unlike_the_block(audits, places, proved=self._calibrated()) if self._own_loop() else ()
+        to_judge = audits if not unlike else [a for a in audits if a not in unlike]
+        of_teams = [share for a in to_judge if (share := _share(a, places, own_first=own_first)) is not None]
+        shares = tuple(part for share in of_teams for part in _each(share, teams))
         return [
             Finding(
-                verdict=v, shares=shares, recorded_is_right=_recorded_is_right(v, audits, places), evidence=evidence
+                verdict=self._within_team(v, audits, moment.step),
+                shares=shares,
+                recorded_is_right=_recorded_is_right(v, audits, places),
+                evidence=evidence,
             )
-            for v in judge_audits(audits, places)
+            for v in judge_audits(audits, places, unlike=unlike)
         ]
+
+    def _within_team(self, verdict: Verdict, audits: Sequence[AuditEvidence], step: int) -> Verdict:
+        """A verdict about a team, as one about the member that erred first, or about all of them where nobody can tell."""
+        teams, crossings = self._world.teams, self._ring.crossings
+        if crossings is None or not verdict.suspects:
+            return verdict
+        told: list[tuple[list[Crossing], list[Crossing]]] = self._world.gather(
+            crossings.told(), step=step, tag=_TAG_CROSSINGS
+        )
+        suspects: list[Suspect] = []
+        reason = verdict.reason
+        for suspect in verdict.suspects:
+            assert suspect.rank is not None
+            ranks, first = teams.of(suspect.rank), None
+            about = [a for a in audits if suspect.rank in (a.auditee, a.auditor) and a.auditee != a.auditor]
+            for audit in sorted(about, key=lambda a: a.auditee != suspect.rank):  # its own work before that of others
+                first = first or first_to_diverge(
+                    [told[rank][0] for rank in teams.of(audit.auditee)],
+                    [told[rank][1] for rank in teams.of(audit.auditor)],
+                )
+            guilty = ranks if first is None else (ranks[first[0]],)
+            suspects += [_suspect(self._world.places[rank]) for rank in guilty]
+            reason += f"; rank {ranks[0]} stands for ranks {', '.join(map(str, ranks))}, which compute together, and "
+            reason += (
+                "nobody can tell which of them erred"
+                if first is None
+                else f"rank {guilty[0]} was the first of them to differ, at {first[1].name}"
+            )
+        return replace(verdict, suspects=tuple(suspects), reason=reason)
 
 
 def _share(audit: AuditEvidence, places: Sequence[Place], *, own_first: bool) -> Share | None:
@@ -392,6 +435,18 @@ def _share(audit: AuditEvidence, places: Sequence[Place], *, own_first: bool) ->
         return None
     source = next((rank for rank in able if (rank == audit.auditee) is own_first), able[0])
     return Share(auditee=audit.auditee, source=source, digest=value)
+
+
+def _each(share: Share, teams: Teams) -> list[Share]:
+    """What a share of a team is for each of its members."""
+    return [
+        Share(auditee=rank, source=teams.counterpart(rank, share.source), digest=digest)
+        for rank, digest in teams.each(share.digest, share.auditee).items()
+    ]
+
+
+def _suspect(place: Place) -> Suspect:
+    return Suspect(rank=place.rank, node=place.node, device=place.device)
 
 
 def _recorded_is_right(verdict: Verdict, audits: Sequence[AuditEvidence], places: Sequence[Place]) -> bool:

@@ -10,10 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from unsilent.records import Site
 from unsilent.sharding import local
+
+
+def is_partitioned(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether each rank keeps the state of its own part of the parameters only (``ZeroRedundancyOptimizer``)."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+
+
+def state_of(optimizer: Any) -> dict[Any, dict[str, Any]]:
+    """What an optimizer keeps of each parameter on this rank."""
+    return optimizer.optim.state if is_partitioned(optimizer) else optimizer.state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +34,7 @@ class Entry:
     ``name`` is ``model.<fqn>`` for parameters and buffers, ``optimizer.<fqn>.<key>`` for optimizer state, and
     ``optimizer.group.<i>.<key>`` for tensors in a parameter group. ``replicated`` says that all ranks of the
     data-parallel group must hold the same bits, and ``copies`` which ranks of it: None for all. Of a distributed tensor
-    ``tensor`` is this rank's part.
+    ``tensor`` is this rank's part. ``called`` is the name under which ranks compare it, where they have other names for it.
     """
 
     name: str
@@ -31,6 +42,7 @@ class Entry:
     site: Site
     replicated: bool = True
     copies: tuple[int, ...] | None = None
+    called: str = ""
 
 
 class Inventory:
@@ -40,7 +52,9 @@ class Inventory:
         model: the inner module (not a DDP wrapper).
         optimizer: a ``torch.optim.Optimizer`` over its parameters, or None.
         replicated_buffers: names of buffers that must be equal on all ranks; others are allowed to differ (BatchNorm).
-        copies: the ranks that hold the same bits as this rank's part of a distributed tensor; None for all.
+        copies: the ranks that must hold the same bits as this rank's (part of a) tensor; None for all. It is given the name of
+            a parameter, "" for other tensors.
+        called: the name under which ranks compare a parameter.
     """
 
     def __init__(
@@ -49,30 +63,41 @@ class Inventory:
         optimizer: torch.optim.Optimizer | None,
         *,
         replicated_buffers: frozenset[str] = frozenset(),
-        copies: Callable[[torch.Tensor], tuple[int, ...] | None] = lambda tensor: None,
+        copies: Callable[[torch.Tensor, str], tuple[int, ...] | None] = lambda tensor, name: None,
+        called: Callable[[str], str] = lambda name: name,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.replicated_buffers = replicated_buffers
-        self._copies = copies
+        self._copies, self._called = copies, called
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, by its first name; a tied parameter has one name."""
         yield from self.model.named_parameters()
 
     def weights(self) -> list[Entry]:
-        return [self._entry(f"model.{n}", p, Site.WEIGHTS) for n, p in self.parameters()]
+        return [
+            Entry(
+                name=f"model.{n}", tensor=local(p), site=Site.WEIGHTS, copies=self._copies(p, n),
+                called=f"model.{self._called(n)}",
+            )
+            for n, p in self.parameters()
+        ]  # fmt: skip
 
     def buffers(self) -> list[Entry]:
         return [
-            Entry(name=f"model.{n}", tensor=b, site=Site.WEIGHTS, replicated=n in self.replicated_buffers)
+            Entry(
+                name=f"model.{n}", tensor=local(b), site=Site.WEIGHTS, replicated=n in self.replicated_buffers,
+                copies=self._copies(b, ""),
+            )
             for n, b in self.model.named_buffers()
-        ]
+        ]  # fmt: skip
 
     def optimizer_state(self) -> list[Entry]:
         if self.optimizer is None:
             return []
         names = {id(p): n for n, p in self.parameters()}
+        alone = is_partitioned(self.optimizer)
         entries: list[Entry] = []
         for i, group in enumerate(self.optimizer.param_groups):
             entries += [
@@ -82,9 +107,9 @@ class Inventory:
             ]
             for j, p in enumerate(group["params"]):
                 name = names.get(id(p), f"group{i}.param{j}")
-                state: dict[str, Any] = self.optimizer.state.get(p, {})
+                state: dict[str, Any] = state_of(self.optimizer).get(p, {})
                 entries += [
-                    self._entry(f"optimizer.{name}.{key}", value, Site.OPTIMIZER_STATE)
+                    self._entry(f"optimizer.{name}.{key}", value, Site.OPTIMIZER_STATE, alone=alone)
                     for key, value in state.items()
                     if isinstance(value, torch.Tensor)
                 ]
@@ -98,5 +123,5 @@ class Inventory:
         """All state that a checkpoint keeps, in a fixed order."""
         return [*self.weights(), *self.buffers(), *self.optimizer_state()]
 
-    def _entry(self, name: str, tensor: torch.Tensor, site: Site) -> Entry:
-        return Entry(name=name, tensor=local(tensor), site=site, copies=self._copies(tensor))
+    def _entry(self, name: str, tensor: torch.Tensor, site: Site, *, alone: bool = False) -> Entry:
+        return Entry(name=name, tensor=local(tensor), site=site, copies=(dist.get_rank(),) if alone else self._copies(tensor, ""))

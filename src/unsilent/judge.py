@@ -16,6 +16,7 @@ from unsilent.localize import (
     nothing_repeats,
     one_node,
     outputs_by_rank,
+    recorded_is_right,
     recorded_value,
     several_values_agree,
 )
@@ -79,17 +80,19 @@ def judge_audit(evidence: AuditEvidence, places: Sequence[Place]) -> Verdict | N
     return verdicts[0] if verdicts else None
 
 
-def judge_audits(evidences: Sequence[AuditEvidence], places: Sequence[Place]) -> tuple[Verdict, ...]:
+def judge_audits(
+    evidences: Sequence[AuditEvidence], places: Sequence[Place], *, unlike: Sequence[AuditEvidence] = ()
+) -> tuple[Verdict, ...]:
     """The verdicts of all audits of one step together, the most severe first.
 
     One verdict per device, whether it erred as auditee, auditor or arbiter: two or more executions in all are
-    PERSISTENT, one is TRANSIENT.
+    PERSISTENT, one is TRANSIENT. Of ``unlike`` (see :func:`unlike_the_block`) nobody is judged.
     """
     verdicts: list[Verdict] = []
-    not_replayable = [evidence for evidence in evidences if _only_recorded_differs(evidence, places)]
-    common_cause = len(not_replayable) >= 2 and 2 * len(not_replayable) > len(places)
+    not_replayable = list(unlike) or [evidence for evidence in evidences if _only_recorded_differs(evidence, places)]
+    common_cause = bool(unlike) or (len(not_replayable) >= 2 and 2 * len(not_replayable) > len(places))
     if common_cause:
-        verdicts.append(_outside_the_replay(not_replayable))
+        verdicts.append(_unlike_the_block(unlike) if unlike else _outside_the_replay(not_replayable))
 
     errors: list[_Error] = []
     for evidence in evidences:
@@ -114,6 +117,27 @@ def judge_audits(evidences: Sequence[AuditEvidence], places: Sequence[Place]) ->
     for rank in sorted({error.rank for error in errors}):
         verdicts.append(_device_verdict([error for error in errors if error.rank == rank], places))
     return tuple(sorted(verdicts, key=lambda verdict: _SEVERITY.index(verdict.kind)))
+
+
+def unlike_the_block(
+    evidences: Sequence[AuditEvidence], places: Sequence[Place], *, proved: bool
+) -> tuple[AuditEvidence, ...]:
+    """Where the live work is the loop's own code: the audits in which that code, and no device, differs from all reruns.
+
+    One device errs at a time, so two ranks or more that differ so have run other code than the reruns. One is judged only
+    where it was shown that the two can agree: by an audit of this run before (``proved``), or of another rank now.
+    """
+    differing = tuple(evidence for evidence in evidences if _only_recorded_differs(evidence, places))
+    shown = proved or any(recorded_is_right(evidence, places) for evidence in evidences)
+    alone = () if proved else tuple(evidence for evidence in evidences if _differs_from_own_replays(evidence))
+    return (*(() if shown and len(differing) == 1 else differing), *alone)
+
+
+def _differs_from_own_replays(evidence: AuditEvidence) -> bool:
+    """Whether a rank without a partner repeats in all its replays what its live run did not give."""
+    replayed = {execution.digest for execution in evidence.executions if not execution.recorded}
+    repeats = len(replayed) == 1 and None not in replayed
+    return evidence.auditor == evidence.auditee and repeats and recorded_value(evidence) not in replayed
 
 
 def _only_recorded_differs(evidence: AuditEvidence, places: Sequence[Place]) -> bool:
@@ -336,6 +360,18 @@ def _outside_the_replay(evidences: Sequence[AuditEvidence]) -> Verdict:
         f"are not synchronised; no device is blamed{_first_of(tensors)}",
         check="audit",
         tensors=tensors,
+    )
+
+
+def _unlike_the_block(evidences: Sequence[AuditEvidence]) -> Verdict:
+    """The loop's own code and ``loss_fn`` are two different computations, or something outside of them changes gradients."""
+    ranks = sorted({evidence.auditee for evidence in evidences})
+    tensors = tuple(dict.fromkeys(name for evidence in evidences for name in evidence.tensors))
+    return _inconclusive(
+        replace(evidences[0], tensors=tensors),
+        f"on {_ranks(ranks)} the block of guard.watch has left other gradients than every rerun of loss_fn(model, batch): "
+        "the two must compute the same, from the same batch, with the same divide_by and nothing random before it; "
+        f"nobody is blamed{_first_of(tensors)}",
     )
 
 

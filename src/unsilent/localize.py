@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from unsilent.records import AuditEvidence, Place, Replay
+from unsilent.teams import Teams
 
 REPLAYS_OF_AUDITEE = 2
 REPLAYS_OF_AUDITOR = 2
@@ -36,6 +37,14 @@ def audit_ring(places: Sequence[Place], groups: Sequence[Hashable] | None = None
             if partner.rank != member.rank:
                 auditor_of[member.rank] = partner.rank
     return tuple(auditor_of.get(place.rank) for place in places)
+
+
+def team_ring(places: Sequence[Place], teams: Teams) -> tuple[int | None, ...]:
+    """The same where teams audit teams: for each rank, in order, the rank at its position in the team that audits its own."""
+    leads = teams.places(places)
+    of_lead = dict(zip((lead.rank for lead in leads), audit_ring(leads), strict=True))
+    auditors = [of_lead[teams.lead(rank)] for rank in range(len(places))]
+    return tuple(None if a is None else teams.counterpart(rank, a) for rank, a in enumerate(auditors))
 
 
 def arbiter(

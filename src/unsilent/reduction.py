@@ -21,9 +21,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unsilent.errors import RankFailure, UsageError
-from unsilent.fingerprints import sums_many
+from unsilent.fingerprints import sums_of_gradients
 from unsilent.fingerprints.fused import scale_and_sum
+from unsilent.inventory import is_partitioned
 from unsilent.sharding import is_distributed, module_groups
+from unsilent.unsupported import autotunes_by_default, reason_against
 from unsilent.watcher import Watcher
 
 
@@ -32,7 +34,8 @@ class Bucket:
     """One bucket of the step that is running.
 
     ``buffer`` is flat, in the gradients' dtype; it holds the local values already multiplied by 1/W until the
-    reduction, and the reduced values after it. ``parameters`` lie in it one after the other, without gaps. ``rows``
+    reduction, and the reduced values after it. ``parameters`` lie in it one after the other, without gaps. A sparse gradient
+    is a bucket of its own, and stays in its parameter's shape. ``rows``
     (the sums of each parameter's part, int64[n, 2]) and ``finite`` are known when the pass that scaled the local values
     has seen them too; else they are None, and an observer looks for itself. ``keys`` says what the rows are of where that is
     not one parameter each.
@@ -47,12 +50,15 @@ class Bucket:
 
     def sums(self) -> Iterator[tuple[Hashable, torch.Tensor]]:
         """The sums of each part, int64[2], by ``id(parameter)`` or what ``keys`` says."""
-        rows = self.rows if self.rows is not None else sums_many([view for _, view in self.views()])
+        rows = self.rows if self.rows is not None else sums_of_gradients([view for _, view in self.views()])
         return zip(self.keys or [id(p) for p in self.parameters], rows, strict=True)
 
     def views(self, buffer: torch.Tensor | None = None) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter with its slice of ``buffer`` (this bucket's own by default), in the parameter's shape."""
         flat = self.buffer if buffer is None else buffer
+        if flat.is_sparse:
+            yield self.parameters[0], flat
+            return
         at = 0
         for parameter in self.parameters:
             part = flat[at : at + parameter.numel()]
@@ -68,6 +74,9 @@ class Bucket:
         Gradients that are absent count as zero, as DDP counts unused parameters; they must be scaled already.
         """
         device = self.parameters[0].device
+        if self.buffer.is_sparse:
+            own = gradients.get(id(self.parameters[0]))
+            return torch.zeros_like(self.parameters[0], layout=torch.sparse_coo) if own is None else own.clone()
         buffer = torch.zeros(self.buffer.shape, dtype=self.buffer.dtype, device=device)
         for parameter, view in self.views(buffer):
             if id(parameter) in gradients:
@@ -115,7 +124,7 @@ class Reduction:
             return
         self.world_size = dist.get_world_size(self.ddp.process_group)
         slot = _slot_of(self.ddp)
-        if slot is None and self.ddp._comm_hooks:
+        if slot is None and any(not isinstance(state, _Slot) for _, state in self.ddp._comm_hooks):
             self.notice = "the model already has a communication hook: local gradients are seen, REPAIR is not possible"
             self._observe_parameters()
             return
@@ -233,7 +242,7 @@ class Reduction:
         parameters: tuple[Any, ...] = tuple(bucket.parameters())
         seen = self._scale_and_look(buffer, parameters) if self._inside else None
         if seen is None:
-            buffer.mul_(self.scale)
+            scale_(buffer, self.scale)
         if self._inside:
             rows, finite = seen or (None, None)
             self._show(Bucket(bucket.index(), buffer, parameters, rows, finite))
@@ -251,7 +260,7 @@ class Reduction:
         self, buffer: torch.Tensor, parameters: tuple[nn.Parameter, ...]
     ) -> tuple[torch.Tensor, bool] | None:
         """Scale, fingerprint and check in one pass over the memory, where that can be done; None where it cannot."""
-        if not all(p.is_contiguous() for p in parameters):
+        if buffer.is_sparse or not all(p.is_contiguous() for p in parameters):
             return None  # its part of the bucket is not in the order that fingerprints count in
         return scale_and_sum(buffer, self.scale, [p.numel() for p in parameters])
 
@@ -297,7 +306,8 @@ class Reduction:
             assert self.ddp is not None and parameter.grad is not None
             if not self._inside or not self.ddp.require_backward_grad_sync:
                 return
-            buffer = parameter.grad.detach().reshape(-1)
+            gradient = parameter.grad.detach()
+            buffer = gradient if gradient.is_sparse else gradient.reshape(-1)
             seen = Bucket(index, buffer, (parameter,))  # type: ignore[arg-type]
             try:
                 for observer in self.observers:
@@ -313,12 +323,15 @@ class _Slot:
 
     def __init__(self, group: Any, scale: float) -> None:
         self.current: Reduction | None = None
-        self._group, self._scale = group, scale
+        self.group, self._scale = group, scale
+
+    def __reduce__(self) -> Any:
+        return _Slot, (None, self._scale)  # the reducer of a copied wrapper has no hook: this is empty there
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self.current is not None:
             return self.current.reduce(bucket)
-        work = dist.all_reduce(bucket.buffer().mul_(self._scale), group=self._group, async_op=True)
+        work = dist.all_reduce(scale_(bucket.buffer(), self._scale), group=self.group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda done: done.value()[0])
 
@@ -327,9 +340,14 @@ def _hook(slot, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotati
     return slot.reduce(bucket)
 
 
+def scale_(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """What DDP does with a local gradient before the sum: it multiplies, and divides a sparse one, which rounds otherwise."""
+    return gradient.div_(round(1 / scale)) if gradient.is_sparse else gradient.mul_(scale)
+
+
 def _slot_of(ddp: DistributedDataParallel) -> _Slot | None:
     """Our slot, if a guard of this model was there before."""
-    return next((state for _, state in ddp._comm_hooks if isinstance(state, _Slot)), None)
+    return next((s for _, s in ddp._comm_hooks if isinstance(s, _Slot) and s.group is not None), None)
 
 
 def unwrap(model: nn.Module) -> tuple[DistributedDataParallel | None, nn.Module]:
@@ -337,18 +355,48 @@ def unwrap(model: nn.Module) -> tuple[DistributedDataParallel | None, nn.Module]
     return (model, model.module) if isinstance(model, DistributedDataParallel) else (None, model)
 
 
+def _compiled_around_ddp(model: nn.Module) -> bool:
+    """Whether the DDP wrapper was compiled, by ``torch.compile(ddp)`` or ``ddp.compile()``, and not the module inside it."""
+    inside = getattr(model, "_orig_mod", None)
+    return isinstance(inside, DistributedDataParallel) or (
+        isinstance(model, DistributedDataParallel) and model._compiled_call_impl is not None
+    )
+
+
 def check_supported(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Refuse, with the reason, what this version cannot guard.
 
     Raises:
-        UsageError: FSDP1, DTensor parameters outside of FSDP2, sparse embeddings, SyncBatchNorm, a sharded optimizer.
+        UsageError: FSDP1, DTensor parameters outside of FSDP2, sparse embeddings under FSDP2, SyncBatchNorm, captured CUDA
+            graphs, autotuning, FP8, a compiled DDP wrapper, several optimizers or one that runs the model itself.
     """
     _, inner = unwrap(model)
-    sharded = {id(p) for group in module_groups(inner) for p in group.parameters}
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+    several: Any = optimizer
+    if isinstance(several, (list, tuple, dict)):
         raise UsageError(
-            "ZeroRedundancyOptimizer shards the optimizer's state, and no other rank holds a copy of it to compare or "
-            "to certify: use the optimizer it wraps"
+            "the guard takes one optimizer, and was given several: give all parameters to one, in parameter groups with options "
+            "of their own; two kinds of optimizer in one run are not guarded yet"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS runs the model several times inside of its step, where no check could stop a wrong value: use an optimizer "
+            "that takes its gradients as they are"
+        )
+    if autotunes_by_default():
+        raise UsageError(
+            "torch._inductor.config switches autotuning on, in which each rank measures which kernel it takes, so that healthy "
+            "ranks may compute other bits: switch it off"
+        )
+    if _compiled_around_ddp(model):
+        raise UsageError(
+            "the DistributedDataParallel wrapper itself is compiled, and a rerun, which must not call it, would not run the "
+            "compiled code: use DistributedDataParallel(torch.compile(model))"
+        )
+    sharded = {id(p) for group in module_groups(inner) for p in group.parameters}
+    if is_partitioned(optimizer) and getattr(optimizer, "_overlap_with_ddp", False):
+        raise UsageError(
+            "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates weights inside of backward, before a check could stop it: "
+            "leave overlap_with_ddp out"
         )
     for name, parameter in inner.named_parameters():
         if sharded and parameter._post_accumulate_grad_hooks:
@@ -361,8 +409,11 @@ def check_supported(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
                 f"{name} is a DTensor that no fully_shard has made: of sharded models only those under FSDP2 are guarded yet"
             )
     for name, module in inner.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise UsageError(f"module {name} makes sparse gradients, which are not guarded yet; set sparse=False")
+        why = reason_against(module)
+        if why:
+            raise UsageError(f"module {name or type(module).__name__} {why}")
+        if sharded and getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise UsageError(f"module {name} makes sparse gradients, which fully_shard cannot reduce: set sparse=False")
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise UsageError(f"module {name or 'model'} is sharded by FSDP1: use fully_shard (FSDP2)")
         if isinstance(module, nn.SyncBatchNorm):

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map
 from unsilent.attributes import Attributes
 from unsilent.determinism import Kernels, running_with
 from unsilent.errors import UsageError
-from unsilent.fingerprints import combine, sums_many
+from unsilent.fingerprints import combine, elements, sums_many, sums_of_gradients
 from unsilent.generators import GeneratorStates, read_generators, write_generators
+from unsilent.reduction import scale_
 from unsilent.sharding import is_distributed, local
 from unsilent.streams import Streams
 from unsilent.weighing import share_of
@@ -98,7 +99,8 @@ class Execution:
     @property
     def finite(self) -> bool:
         """Whether no loss and no gradient holds a NaN or Inf; synchronises."""
-        return all(bool(torch.isfinite(v).all()) for v in (*self.losses, *self.gradients.values(), *self.extremes))
+        values = (*self.losses, *map(elements, self.gradients.values()), *self.extremes)
+        return all(bool(torch.isfinite(v).all()) for v in values)
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class Recorder:
         self._synchronises = synchronises
         self._micro_batches: list[MicroBatch] = []
         self._open: MicroBatch | None = None
+        self._divide_by: int | None = None
         self.attributes: Attributes | None = None
         self.outside_state = ""
         #: parameters that forwards write (codebooks), by name; captured as buffers are
@@ -169,11 +172,16 @@ class Recorder:
         self._written_is_known = False
         #: sums of all parameters after the forward and backward of an audited step; None in other steps
         self.rows: torch.Tensor | None = None
-        self._handle = inner.register_forward_pre_hook(self._before_forward)
+        self._handle = inner.register_forward_pre_hook(_OnlyHere(self._before_forward))
 
-    def begin_step(self, *, watch_attributes: bool) -> None:
-        """Forget the last step; ``watch_attributes`` also snapshots what modules keep outside their buffers."""
+    def begin_step(self, *, watch_attributes: bool, divide_by: int | None = None) -> None:
+        """Forget the last step; ``watch_attributes`` also snapshots what modules keep outside their buffers.
+
+        Args:
+            divide_by: what each loss is divided by; None for the number of micro-batches.
+        """
         self._micro_batches.clear()
+        self._divide_by = divide_by
         self.outside_state = ""
         self.attributes = Attributes(self.inner) if watch_attributes else None
         self.rows = sums_many([local(p) for p in self.inner.parameters()]) if watch_attributes else None
@@ -217,7 +225,8 @@ class Recorder:
 
     def work(self, step: int) -> Work:
         """Everything captured since :meth:`begin_step`."""
-        return Work(step=step, micro_batches=tuple(self._micro_batches), divide_by=len(self._micro_batches))
+        divide_by = self._divide_by or len(self._micro_batches)
+        return Work(step=step, micro_batches=tuple(self._micro_batches), divide_by=divide_by)
 
     def close(self) -> None:
         self._handle.remove()
@@ -230,6 +239,20 @@ class Recorder:
             self._open.buffers = {n: b.detach().clone() for n, b in state.items()}
             self._open.synchronised = self._synchronises()
             self._open = None
+
+
+class _OnlyHere:
+    """A hook that does nothing in a copy of the model: an average of the weights, say, or a pickled one."""
+
+    def __init__(self, hook: Callable[[nn.Module, Any], None] | None = None) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._hook is not None:
+            self._hook(module, args)
+
+    def __reduce__(self) -> Any:
+        return _OnlyHere, ()
 
 
 class Replayer:
@@ -306,7 +329,7 @@ class Replayer:
                 streams.join([*losses, *gradients.values()])
             if self.scale != 1.0:
                 for gradient in gradients.values():
-                    gradient.mul_(self.scale)
+                    scale_(gradient, self.scale)
             buffers = {n: t.clone() for n, t in named(self.inner, work.micro_batches[0].buffers).items()}
             outside, communicated = before.changed(), self.traffic() != traffic
             reading = read_execution(self.inner, losses, gradients, buffers)
@@ -378,7 +401,7 @@ def read_execution(
 ) -> Reading:
     """Digest loss, gradients (absent ones read as zeros do) and buffers, a row each, without synchronising."""
     present = [key for key in (id(p) for p in inner.parameters()) if key in gradients]
-    rows = sums_many([gradients[key] for key in present])
+    rows = sums_of_gradients([gradients[key] for key in present])
     labels: list[tuple[str, Hashable]] = [(n, id(p)) for n, p in inner.named_parameters() if p.requires_grad]
     return assemble(losses, labels, dict(zip(present, rows, strict=True)), buffers)
 
@@ -390,7 +413,7 @@ def assemble(
     buffers: Mapping[str, torch.Tensor],
 ) -> Reading:
     """The same where the gradients' sums are known already: ``labels`` are names and the keys of their ``rows``."""
-    device = losses[0].device if losses else torch.device("cpu")
+    device = next((t.device for t in (*losses, *rows.values())), torch.device("cpu"))
     nothing = torch.zeros(2, dtype=torch.int64, device=device)
     gradient_rows = [rows[key].to(device) if key in rows else nothing for _, key in labels]
     names = (
@@ -398,7 +421,7 @@ def assemble(
         *(f"gradient.{n}" for n, _ in labels),
         *(f"buffer.{n}" for n in buffers),
     )
-    loss_rows = list(sums_many([loss.reshape(1) for loss in losses]))
+    loss_rows = list(sums_many([loss.reshape(1) for loss in losses]))  # none where the loop kept them to itself
     buffer_rows = list(sums_many(list(buffers.values())).to(device)) if buffers else []
     return Reading(names=names, rows=torch.stack([*loss_rows, *gradient_rows, *buffer_rows]))
 

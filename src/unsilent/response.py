@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -78,7 +78,8 @@ class Response:
 
     Args:
         scaler, scheduler, scales: the user's; whether the scaler is in use.
-        goes_back: whether what a rollback needs is kept, or would be outside of observe mode.
+        nothing_kept: why nothing is kept to go back to, nor would be outside of observe mode; "" where it is.
+        reruns_hold: whether a rerun gives what the live step has computed; in doubt where that was the loop's own code.
         attempt: runs a part of the check named; what it raises is flagged to all ranks.
         tally: what each check has done so far, for the log.
 
@@ -109,7 +110,8 @@ class Response:
         scaler: Any,
         scheduler: Any,
         scales: bool,
-        goes_back: Callable[[], bool],
+        nothing_kept: Callable[[], str],
+        reruns_hold: Callable[[], bool],
         attempt: Callable[[str, Callable[[], Any]], Any],
         tally: Callable[[], dict[str, dict[str, int]]],
     ) -> None:
@@ -119,7 +121,7 @@ class Response:
         self._finite, self._replicas, self._audit, self._update = finite, replicas, audit, update
         self._calibration, self._inquiry, self._standing = calibration, inquiry, standing
         self._scaler, self._scheduler, self._scales = scaler, scheduler, scales
-        self._goes_back, self._attempt, self._tally = goes_back, attempt, tally
+        self._nothing_kept, self._reruns_hold, self._attempt, self._tally = nothing_kept, reruns_hold, attempt, tally
         self.alarms: Counter[str] = Counter()
         self.stopped = False
         self.unsound = ""
@@ -133,6 +135,7 @@ class Response:
         verdict = finding.verdict
         nodes = {s.node for s in verdict.suspects if s.node is not None}
         reducible = self._reduction.hooked or not self._reduction.reduces
+        remade = reducible and self._reruns_hold()
         in_state = verdict.site in STATE_SITES
         contaminated = self._standing.vouched < moment.step - 1
         way_back_matters = in_state or (verdict.kind is Kind.PERSISTENT and contaminated)
@@ -141,11 +144,11 @@ class Response:
             quarantine=self._config.quarantine,
             on_inconclusive=self._config.on_inconclusive,
             strikes=self._standing.suspicion.strikes(verdict, before=moment.step),
-            recomputes_left=recomputes_left if reducible else 0,
+            recomputes_left=recomputes_left if remade else 0,
             repair_possible=bool(finding.shares) and reducible,
             # Nobody can have used the wrong state before it read clean: at the last step, or before the first one.
             heal_allowed=in_state
-            and reducible
+            and remade
             and not self._reduction.sharded  # a wrong shard has been gathered by all ranks of its replica
             and (moment.first or self._standing.last_clean_vote >= moment.step - 1)
             and all(self._world.gather(self._can_heal(finding), step=moment.step, tag=_TAG_HEAL)),
@@ -159,11 +162,14 @@ class Response:
             and len(self._even_copies) < _MOST_EVEN_COPIES,
         )
         decision = decide(verdict, situation)
+        if decision.action is Action.STOP and reducible and not remade:
+            why = "that reruns of loss_fn give what the block of guard.watch computes has not been shown: none may help here"
+            decision = replace(decision, reason=f"{decision.reason}; {why}")
         # A loss scaler skips such an update by itself.
         must_not_pass = finding.bad_number and not finding.harmless and not self._scales
         if decision.action is Action.CONTINUE and must_not_pass and self._config.mode == "act":
             # P5: what is not finite never reaches the optimizer, whoever made it.
-            if recomputes_left > 0 and reducible:
+            if recomputes_left > 0 and remade:
                 return Decision(action=Action.RECOMPUTE, would=Action.RECOMPUTE, reason=decision.reason)
             return Decision(action=Action.STOP, would=Action.STOP, reason="the gradient is not finite")
         return decision
@@ -267,8 +273,8 @@ class Response:
         """The newest state that is trusted and that the fault cannot have touched, if the kept batches reach from there
         up to now; all ranks call it. In observe mode nothing is kept, and only the steps are reckoned with.
         """
-        if not self._goes_back():
-            return WayBack(missing="nothing is kept to go back to (snapshot_every, replicas_every)")
+        if missing := self._nothing_kept():
+            return WayBack(missing=missing)
         if any(self._world.gather(self._audit.communicates, step=step, tag=_TAG_COMMUNICATES)):
             return WayBack(missing="the model communicates, so no rank can rerun its work alone")
         if not self._reduction.hooked and self._reduction.reduces:
@@ -276,7 +282,8 @@ class Response:
         oldest, newest = step - self._config.keep_batches, step
         if verdict.site not in STATE_SITES:
             # What a bad device did must be done by others, and it is known by then which device that is.
-            bad = self._standing.suspicion.struck | {s.rank for s in verdict.suspects if s.rank is not None}
+            named = self._standing.suspicion.struck | {s.rank for s in verdict.suspects if s.rank is not None}
+            bad = {member for rank in named for member in self._world.teams.of(rank)}
             others = [self._ring.auditors[rank] for rank in bad]
             if any(auditor is None or auditor in bad for auditor in others):
                 return WayBack(missing="no healthy device could do again what the bad one did")
@@ -300,9 +307,10 @@ class Response:
         return WayBack(start=saved.steps, saved=saved, instead=missing)
 
     def _substitutes(self) -> dict[int, int]:
-        """Who runs again the work of devices that are known to be bad."""
-        return {rank: auditor for rank in sorted(self._standing.suspicion.struck)
-                if (auditor := self._ring.auditors[rank]) is not None}  # fmt: skip
+        """Who runs again the work of devices that are known to be bad, and of those who compute together with one."""
+        by_others = {rank: auditor for rank in sorted(self._standing.suspicion.struck)
+                     if (auditor := self._ring.auditors[rank]) is not None}  # fmt: skip
+        return self._world.teams.substitutes(by_others)
 
     def act_at_rest(self, finding: Finding, decision: Decision, every: list[Finding], step: int) -> None:
         """The same between two steps, where no work is under way: the state is put right, or the run ends."""

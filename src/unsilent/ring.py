@@ -5,6 +5,7 @@ Every rank takes part in every exchange, also one whose own part failed: it send
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 
 from unsilent.attributes import Attributes
 from unsilent.checks.audit import Audit
+from unsilent.crossings import Crossings
 from unsilent.determinism import Kernels
 from unsilent.errors import RankFailure
 from unsilent.localize import next_replays
@@ -42,6 +44,7 @@ class Ring:
 
     Args:
         auditors: for each rank, who audits it; None where nobody can, then it replays its own work.
+        crossings: where ranks compute batches together, notes what a rerun shows of the way that values take.
     """
 
     def __init__(
@@ -50,8 +53,11 @@ class Ring:
         replayer: Replayer,
         audit: Audit,
         auditors: Sequence[int | None],
+        *,
+        crossings: Crossings | None = None,
     ) -> None:
         self.world, self.replayer, self.audit = world, replayer, audit
+        self.crossings = crossings
         self.auditors = auditors
         inverse = {auditor: auditee for auditee, auditor in enumerate(auditors) if auditor is not None}
         self.auditor: int | None = auditors[world.rank]
@@ -103,7 +109,8 @@ class Ring:
         if self.auditee is not None and not failure:
             failure = self._unpack(self.auditee, theirs.work)
         if self.auditee is not None and not failure:
-            replayed, failure = self._rerun(self.auditee)
+            with self.crossings.rerun() if self.crossings is not None else contextlib.nullcontext():
+                replayed, failure = self._rerun(self.auditee)
         elif self.replayer.together:
             self._rerun(self.world.rank)  # the others need this rank in their reruns
         own: list[Execution] = []
@@ -127,12 +134,16 @@ class Ring:
         )
 
     def settle(self, evidences: Sequence[AuditEvidence], step: int) -> list[AuditEvidence]:
-        """Ask for further replays until every audit is settled or hopeless: a bounded loop, the same on all ranks."""
-        places = self.world.places
+        """Ask for further replays until every audit is settled or hopeless: a bounded loop, the same on all ranks.
+
+        Args:
+            evidences: of teams; see :mod:`unsilent.teams`.
+        """
+        teams, places = self.world.teams, self.world.team_places
         current = list(evidences)
         for _ in range(MAX_ROUNDS):
             wanted = [next_replays(e, places) for e in current]
-            requests = [request for requests in wanted for request in requests]
+            requests = teams.requests(request for requests in wanted for request in requests)
             if not requests:
                 break
             self._forward(requests, step)
@@ -140,7 +151,11 @@ class Ring:
             mine = [(auditee, self._execution(*self._rerun(auditee))) for auditee in asked]
             self._keep_up(requests, done=len(asked))
             everyone = self.world.gather(mine, step=step, tag=_TAG_EXECUTIONS)
-            made = [pair for pairs in everyone for pair in pairs]
+            made = [
+                (teams.lead(parts[0][0]), teams.one_execution([execution for _, execution in parts]))
+                for ranks in teams.members
+                for parts in zip(*(everyone[rank] for rank in ranks), strict=True)
+            ]
             current = [
                 replace(e, executions=(*e.executions, *(x for auditee, x in made if auditee == e.auditee)))
                 for e in current

@@ -1,8 +1,10 @@
-"""FSDP2's reduce-scatter, seen by the checks: the counterpart of ``reduction.py`` for sharded models.
+"""FSDP2's reduction, seen by the checks: the counterpart of ``reduction.py`` for models under ``fully_shard`` or ``replicate``.
 
 Each module group's reduce-scatter takes a flat input, which holds this rank's accumulated local gradients of the whole
 group, rank by rank. It is the place where a local gradient exists last, so audits compare this input: of the live step, and
-of a rerun, in which nothing is communicated. No gradient of a whole group outlives its reduce-scatter.
+of a rerun, in which nothing is communicated. No gradient of a whole group outlives its reduce-scatter. Where every rank holds
+whole parameters (``replicate``) there is no reduce-scatter; torch fills the same flat input, and then asks for the memory of
+the output, from which it all-reduces: that is where it is seen.
 
 A rerun is a forward and backward of the model itself, with all its all-gathers, so all ranks make it in the same order.
 """
@@ -24,10 +26,10 @@ from unsilent.world import World
 
 
 class Handover:
-    """One rank's gradients on their way to another, which are to be reduced in place of its own.
+    """One rank's gradients on their way to a peer, which are to be reduced in place of its own.
 
-    The first pass, in which ``source`` reruns the work of ``auditee``, leaves a chunk of every input on every rank; in the
-    second the chunks come together at ``auditee``. So no rank holds a whole gradient for longer than its reduce-scatter.
+    The first pass, in which ``source`` reruns the work of ``auditee``, leaves a chunk of every input on every peer of theirs; in
+    the second the chunks come together at ``auditee``. So no rank holds a whole gradient for longer than its reduce-scatter.
     """
 
     def __init__(self, world: World, *, source: int, auditee: int) -> None:
@@ -36,11 +38,11 @@ class Handover:
         self._chunks: dict[int, torch.Tensor] = {}
 
     def take(self, index: int, values: torch.Tensor) -> None:
-        """In the first pass, on every rank: spread what ``source`` has computed."""
+        """In the first pass, on every peer: spread what ``source`` has computed."""
         self._chunks[index] = self._world.scatter(values, self.source)
 
     def give(self, index: int, values: torch.Tensor) -> None:
-        """In the second pass, on every rank: put it in place of what ``auditee`` has computed."""
+        """In the second pass, on every peer: put it in place of what ``auditee`` has computed."""
         self._world.collect(self._chunks.pop(index), values, self.auditee)
 
 
@@ -85,13 +87,15 @@ class ShardedReduction:
         self.groups = module_groups(model)
         self._originals = [(g.torch_group._reduce_scatter_comm, g.torch_group._all_gather_comm) for g in self.groups]
         for i, (group, (scatter, gather)) in enumerate(zip(self.groups, self._originals, strict=True)):
-            group.torch_group._reduce_scatter_comm = _ReduceScatter(self, i, group.name, scatter)
+            seam = _ReduceScatter if group.scatters else _OutputOfAllReduce
+            group.torch_group._reduce_scatter_comm = seam(self, i, group.name, scatter)
             group.torch_group._all_gather_comm = _AllGather(world, gather)
 
     @contextmanager
     def step(self, *, keep: bool) -> Iterator[None]:
         """Bracket one forward and backward. Nothing is kept of it, whatever ``keep`` says."""
         self.error = None
+        self._empty()
         self._seen.clear()
         self._inside = True
         try:
@@ -122,6 +126,7 @@ class ShardedReduction:
             take, give: gradients that are handed over in this pass.
             observe: sees each group's input just before it is reduced.
         """
+        self._empty()
         gradients = [(p, p.grad) for p in self.inner.parameters()]
         hooks: list[tuple[Any, Any]] = [(p, p._post_accumulate_grad_hooks) for p in self.inner.parameters()]
         others = [(g.torch_group._partial_reduce_output, g.torch_group._all_reduce_hook) for g in self.groups]
@@ -196,7 +201,7 @@ class ShardedReduction:
     def close(self) -> None:
         """Give back the collectives that were there before, unless somebody has put others in our place since."""
         for group, (scatter, gather) in zip(self.groups, self._originals, strict=True):
-            if isinstance(group.torch_group._reduce_scatter_comm, _ReduceScatter):
+            if isinstance(group.torch_group._reduce_scatter_comm, _Seam):
                 group.torch_group._reduce_scatter_comm = scatter
             if isinstance(group.torch_group._all_gather_comm, _AllGather):
                 group.torch_group._all_gather_comm = gather
@@ -216,6 +221,12 @@ class ShardedReduction:
             for group, (reduces, all_reduces) in zip(self.groups, before, strict=True):
                 group.torch_group.reduce_grads, group.torch_group.all_reduce_grads = reduces, all_reduces
 
+    def _empty(self) -> None:
+        """Nothing is under way: what was filled when something raised is not the next input."""
+        for group in self.groups:
+            if isinstance(seam := group.torch_group._reduce_scatter_comm, _OutputOfAllReduce):
+                seam.input = None
+
     def reshard(self) -> None:
         """A forward without a backward leaves weights gathered, and the next one would compute with old ones."""
         for module in fsdp_modules(self.inner):
@@ -231,14 +242,31 @@ class ShardedReduction:
                     parameter._unsharded_param.grad = None
 
 
-class _ReduceScatter:
-    """What a module group calls in place of ``original``, torch's or the user's own."""
+class _Seam:
+    """What stands in a module group in place of ``original``, torch's or the user's own reduce-scatter."""
 
     def __init__(self, reduction: ShardedReduction, index: int, name: str, original: Any) -> None:
         self._reduction, self._index, self._name, self._original = reduction, index, name, original
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._original.allocate(size, dtype=dtype, device=device)
+
+
+class _OutputOfAllReduce(_Seam):
+    """Where a group has no reduce-scatter: torch asks for memory for the input, fills it, and asks for that of the output."""
+
+    input: torch.Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        values, made = self.input, super().allocate(size, dtype=dtype, device=device)
+        self.input = made if values is None else None
+        if values is not None:
+            self._reduction.reduce(self._index, self._name, values, lambda: None)
+        return made
+
+
+class _ReduceScatter(_Seam):
+    """A group with a reduce-scatter calls this with its input."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False

@@ -104,8 +104,9 @@ class ShardedReplayer(Replayer):
                     with contextlib.nullcontext() if last else self._reduction.accumulating():
                         loss = self.loss_fn(self.inner, copy_batch(micro_batch.batch))
                         losses.append(loss.detach().clone())
-                        share = share_of(loss, weight=micro_batch.weight, divide_by=work.divide_by)
-                        self.scale_loss(share).backward()
+                        if loss.requires_grad:  # a pipeline's schedule has run its own backward
+                            share = share_of(loss, weight=micro_batch.weight, divide_by=work.divide_by)
+                            self.scale_loss(share).backward()
             buffers = {n: t.clone() for n, t in named(self.inner, work.micro_batches[0].buffers).items()}
             outside = before.changed()
             reading = assemble(losses, self._reduction.labels(), recording.rows, buffers)

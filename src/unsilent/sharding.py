@@ -21,7 +21,7 @@ ROOT = "<root>"
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """The parameters that one ``fully_shard`` call gathers and reduces together; ``torch_group`` is torch's own object."""
+    """The parameters that one ``fully_shard`` (or ``replicate``) call reduces together; ``torch_group`` is torch's own object."""
 
     name: str
     torch_group: Any
@@ -37,9 +37,25 @@ class ModuleGroup:
         return self.torch_group.device
 
     @property
+    def mesh(self) -> Any:
+        """The mesh whose ranks reduce these gradients with one another."""
+        return self.torch_group.mesh_info.mesh
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of that mesh."""
+        return tuple(sorted(self.mesh.mesh.flatten().tolist()))
+
+    @property
+    def scatters(self) -> bool:
+        """Whether its gradients pass a reduce-scatter; with whole parameters on every rank they pass an all-reduce only."""
+        return len(self.replica) > 1
+
+    @property
     def replica(self) -> tuple[int, ...]:
         """The global ranks that hold all shards together, this rank among them, in order."""
-        return tuple(dist.get_process_group_ranks(self.torch_group.mesh_info.shard_process_group))
+        group = getattr(self.torch_group.mesh_info, "shard_process_group", None)
+        return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
 
     @property
     def copies(self) -> tuple[int, ...]:
@@ -49,7 +65,7 @@ class ModuleGroup:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on this module."""
+    """Whether ``fully_shard``, or ``replicate`` of the same family, was called on this module."""
     return hasattr(model, "_get_fsdp_state")
 
 
@@ -74,21 +90,11 @@ def module_groups(model: nn.Module) -> tuple[ModuleGroup, ...]:
                 "yet: give its parts a fully_shard of their own"
             )
         for group in state._fsdp_param_groups:
-            if any(parameter.is_dtensor for parameter in group.fsdp_params):
-                raise UsageError(
-                    f"the parameters of {name or ROOT} were DTensors before fully_shard (tensor parallelism), which is not "
-                    "guarded yet"
-                )
-            if getattr(group.mesh_info, "shard_mesh_size", 1) < 2:
-                raise UsageError(
-                    f"module {name or ROOT} is sharded over one rank only, so its gradients pass no reduce-scatter: use "
-                    "DistributedDataParallel"
-                )
             found.append(ModuleGroup(name or ROOT, group))
-            if len(found[-1].replica) * len(found[-1].copies) != dist.get_world_size():
+            if len(found[-1].replica) * len(found[-1].copies) < 2:
                 raise UsageError(
-                    f"module {name or ROOT} is sharded over {len(found[-1].replica) * len(found[-1].copies)} of "
-                    f"{dist.get_world_size()} ranks: only meshes over all ranks are guarded yet (no pipeline parallelism)"
+                    f"module {name or ROOT} is sharded over one rank only, so its gradients are not reduced: use "
+                    "DistributedDataParallel"
                 )
     if found and not is_sharded(model):
         raise UsageError(
@@ -120,3 +126,46 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a distributed tensor, as a plain tensor over the same memory; a plain tensor is itself."""
     part: Any = getattr(tensor, "_local_tensor", None)
     return tensor.detach() if part is None else part.detach()
+
+
+@dataclass(frozen=True)
+class Block:
+    """What this rank holds of a tensor.
+
+    Attributes:
+        part: a plain tensor over the same memory.
+        shape: of the whole tensor.
+        start: position of the block's first element in it, by dimension.
+        holders: the global ranks that must hold the same block, this one among them, in order; None for all.
+        spread: how the tensor is spread over ranks, in words; "" for a plain one.
+    """
+
+    part: torch.Tensor
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    holders: tuple[int, ...] | None = None
+    spread: str = ""
+
+
+def block_of(tensor: torch.Tensor) -> Block:
+    """This rank's block of a distributed tensor; a plain tensor is a block by itself.
+
+    Raises:
+        UsageError: its values are sums that are not made yet, or it lies on other ranks only.
+    """
+    part = local(tensor)
+    if not is_distributed(tensor):
+        return Block(part, tuple(part.shape), (0,) * part.ndim)
+    distributed: Any = tensor
+    mesh, placements = distributed.device_mesh, distributed.placements
+    at = mesh.get_coordinate()
+    if at is None or any(placement.is_partial() for placement in placements):
+        raise UsageError(
+            f"a distributed tensor of shape {list(tensor.shape)} has the placements {list(placements)} on {mesh}: this rank "
+            "holds no block of it that could be saved"
+        )
+    (chunk,) = distributed.__create_chunk_list__()  # what torch.distributed.checkpoint writes of it
+    same = tuple(slice(None) if p.is_replicate() else i for p, i in zip(placements, at, strict=True))
+    holders = tuple(sorted(mesh.mesh[same].flatten().tolist()))
+    spread = f"{placements} on ranks {mesh.mesh.tolist()}"
+    return Block(part, tuple(tensor.shape), tuple(chunk.offsets), holders, spread)

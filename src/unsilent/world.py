@@ -24,6 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 from unsilent.environment import device_name, machine_identity, node_name, read_environment
 from unsilent.errors import RankFailure
 from unsilent.records import Place
+from unsilent.teams import Teams
 from unsilent.watcher import Watcher
 
 _HEADER_MAGIC = 0x5D1E
@@ -73,10 +74,12 @@ class World:
         group: the job's (data-parallel) process group, None for the default group.
         node: the name of this host; see :func:`unsilent.environment.node_name`.
         timeout_s: bound on how long a rank may stay blocked once another has failed.
+        teams: the ranks that compute one batch together; None where each computes by itself.
 
     Attributes:
         rank, size: in the job.
         places: where every rank runs; ``places[rank]`` is this one.
+        peers: the ranks that do what this one does on other batches, this one among them.
         watcher: tells when another rank has failed.
         patience_s, impatience: after how long a wait for the others raises, and what it says then. Live ranks may take
             their time, so there is no bound unless this rank knows a reason why the others may never come.
@@ -89,6 +92,7 @@ class World:
         group: dist.ProcessGroup | None = None,
         node: str | None = None,
         timeout_s: float = 60.0,
+        teams: Teams | None = None,
     ) -> None:
         self.device = device
         self.timeout_s = timeout_s
@@ -98,12 +102,16 @@ class World:
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
+        self.teams = Teams.of_one(self.size) if teams is None else teams
+        self.peers = self.teams.peers(self.rank)
         self.group: Any = None
+        self._peer_group: Any = None
         store: Any = None
         if self.distributed:
             # Slow is not failed: a live rank may take its time (an evaluation, a slow disk), so this bound is long;
             # the watcher, not this timeout, decides who is gone.
             self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+            self._peer_group = self._new_peer_group()
             number = self.group.group_name
             store = c10d.PrefixStore(f"unsilent/{number}", c10d._get_default_store().clone())  # type: ignore[attr-defined]
         self._waiter = _Waiter() if self.distributed else None
@@ -122,6 +130,22 @@ class World:
         pids = [pid if identity == here else None for (_, _, _, identity, pid) in everyone]
         if self.distributed:
             self.watcher = Watcher(store, rank=self.rank, size=self.size, pids=pids, timeout_s=timeout_s)
+
+    def _new_peer_group(self) -> Any:
+        """A group of this rank and its peers; every rank makes those of all positions, in the same order."""
+        if self.teams.alone:
+            return self.group
+        mine = None
+        for rank in self.teams.members[0]:
+            ranks = list(self.teams.peers(rank))
+            group = dist.new_group(ranks, backend="gloo", timeout=timedelta(hours=24))
+            mine = group if self.rank in ranks else mine
+        return mine
+
+    @property
+    def team_places(self) -> tuple[Place, ...]:
+        """A place for each team, as those see it who judge audits."""
+        return self.teams.places(self.places)
 
     @property
     def place(self) -> Place:
@@ -192,25 +216,25 @@ class World:
             tensor.copy_(host.view(tensor.dtype).view(tensor.shape))
 
     def scatter(self, values: torch.Tensor, source: int) -> torch.Tensor:
-        """Spread the bits of ``values`` on rank ``source`` over all ranks: uint8[chunk], in host memory.
+        """Spread the bits of ``values`` on rank ``source`` over its peers: uint8[chunk], in host memory.
 
-        All ranks call it, with tensors of the same size and dtype; what the others hold does not matter.
+        All its peers call it, with tensors of the same size and dtype; what the others hold does not matter.
         """
-        size = -(-values.numel() * values.element_size() // self.size)
+        size = -(-values.numel() * values.element_size() // len(self.peers))
         chunk = torch.empty(size, dtype=torch.uint8)
         parts = None
         if self.rank == source:
-            padded = torch.zeros(size * self.size, dtype=torch.uint8)
+            padded = torch.zeros(size * len(self.peers), dtype=torch.uint8)
             bits = values.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
             padded[: bits.numel()] = bits
-            parts = list(padded.chunk(self.size))
-        self.wait(dist.scatter(chunk, parts, src=source, group=self.group, async_op=True))
+            parts = list(padded.chunk(len(self.peers)))
+        self.wait(dist.scatter(chunk, parts, src=source, group=self._peer_group, async_op=True))
         return chunk
 
     def collect(self, chunk: torch.Tensor, values: torch.Tensor, to: int) -> None:
-        """The inverse of :meth:`scatter`: overwrite ``values`` on rank ``to`` with the chunks of all ranks."""
-        parts = [torch.empty_like(chunk) for _ in range(self.size)] if self.rank == to else None
-        self.wait(dist.gather(chunk, parts, dst=to, group=self.group, async_op=True))
+        """The inverse of :meth:`scatter`: overwrite ``values`` on rank ``to`` with the chunks of all its peers."""
+        parts = [torch.empty_like(chunk) for _ in self.peers] if self.rank == to else None
+        self.wait(dist.gather(chunk, parts, dst=to, group=self._peer_group, async_op=True))
         if parts is not None:
             bits = torch.cat(parts)[: values.numel() * values.element_size()]
             with torch.no_grad():
@@ -236,8 +260,10 @@ class World:
         if together and self.size > 1 and self.watcher.failure is None:
             self.wait(dist.barrier(group=self.group, async_op=True))
             # Seven descriptors and three threads at 3 ranks: a process that makes many guards would run out of them.
+            if self._peer_group is not self.group:
+                dist.destroy_process_group(self._peer_group)
             dist.destroy_process_group(self.group)
-            self.group = None
+            self.group = self._peer_group = None
         if self._waiter is not None:
             self._waiter.close()
 

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import unsilent
@@ -27,13 +29,14 @@ from unsilent.lab.faults import Fault
 from unsilent.lab.inject import Injector
 from unsilent.lab.pool import RankPool
 from unsilent.records import Verdict
+from unsilent.sharding import local
 
 EVERY_STEP = {"audit_every": 1, "replicas_every": 1}
 
 
 @dataclass
 class Session:
-    """The live objects of one rank, for a case that must do something by hand."""
+    """The live objects of one rank, for a case that must do something by hand. ``ddp`` is what the loop trains."""
 
     rank: int
     size: int
@@ -65,7 +68,7 @@ class Case:
     """One run.
 
     ``before`` is called with the session when model, DDP and optimizer stand, before the guard is made;
-    ``before_step`` with the session and the step; ``scaler`` with the rank.
+    ``before_step`` with the session and the step; ``scaler`` with the rank. ``sharded`` takes FSDP2 in place of DDP.
     """
 
     model: Callable[[], nn.Module] = mlp
@@ -81,6 +84,7 @@ class Case:
     steps: int = 6
     threads: int = 1
     guarded: bool = True
+    sharded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,11 @@ def train(rank: int, size: int, case: Case) -> Result:
 def _train(rank: int, size: int, case: Case, said: io.StringIO) -> Result:
     torch.manual_seed(0)
     inner = case.model()
-    ddp = DistributedDataParallel(inner, **case.ddp)
+    ddp: nn.Module = (
+        fully_shard(inner, mesh=init_device_mesh("cpu", (size,)))
+        if case.sharded
+        else DistributedDataParallel(inner, **case.ddp)
+    )
     session = Session(rank, size, inner, ddp, case.optimizer(inner.parameters()))
     torch.manual_seed(1000 + rank)
     random.seed(1000 + rank)
@@ -167,7 +175,7 @@ def _train(rank: int, size: int, case: Case, said: io.StringIO) -> Result:
                 for step in range(case.steps):
                     if case.before_step is not None:
                         case.before_step(session, step)
-                    weights.append(_hash(p.detach() for p in inner.parameters()))
+                    weights.append(_hash(local(p) for p in inner.parameters()))
                     began = time.monotonic()
                     if injector is not None:
                         injector.begin_step(step)
@@ -186,7 +194,7 @@ def _train(rank: int, size: int, case: Case, said: io.StringIO) -> Result:
         except Exception as caught:  # noqa: BLE001 - the test asserts which one it was
             error = caught
     seconds = time.monotonic() - began
-    weights.append(_hash(p.detach() for p in inner.parameters()))
+    weights.append(_hash(local(p) for p in inner.parameters()))
     return Result(
         bits=_bits(session), weights=weights, found=found, steps=steps, error=error, said=said.getvalue(),
         coverage=coverage, fired=injector.fired if injector else 0, last_step_s=seconds,
@@ -229,7 +237,8 @@ def _plain(value: Any) -> str:
         return f"{{{', '.join(f'{k}: {_plain(v)}' for k, v in value.items())}}}"
     if isinstance(value, nn.Module):
         extra = type(value).get_extra_state is not nn.Module.get_extra_state
-        own = {k: v for k, v in vars(value).items() if k not in vars(nn.Module())}
+        torchs = vars(nn.Module())
+        own = {k: v for k, v in vars(value).items() if k not in torchs and not k.startswith("__composable_api")}
         return _plain(own) + (_plain(value.get_extra_state()) if extra else "")
     return "" if callable(value) else repr(value)
 

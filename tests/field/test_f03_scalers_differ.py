@@ -1,4 +1,4 @@
-"""F3 (plain DDP): the loss scaler's scale differs between ranks; weights drift while each rank looks healthy."""
+"""F3 (plain DDP, FSDP2): the loss scaler's scale differs between ranks; weights drift while each rank looks healthy."""
 
 import pytest
 import torch
@@ -42,9 +42,13 @@ def other_betas(session: Session) -> None:
     set_on_rank_1("betas", (0.9, 0.95))(session)
 
 
+SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+
+
+@SHARDED
 @pytest.mark.parametrize("scaler", [other_on_each_rank, grown_on_rank_1])
-def test_the_message_names_the_scaler(pool3, scaler):
-    found = assert_stopped_before_update(run(pool3, Case(scaler=scaler, steps=1)), step=0)
+def test_the_message_names_the_scaler(pool3, scaler, sharded):
+    found = assert_stopped_before_update(run(pool3, Case(scaler=scaler, steps=1, sharded=sharded)), step=0)
     assert found.verdict.kind is Kind.SOFTWARE and found.verdict.suspects == ()
     assert "loss scaler" in found.verdict.reason and "rank 1" in found.verdict.reason
 
@@ -53,12 +57,14 @@ def test_the_message_names_the_scaler(pool3, scaler):
     ("before", "word"),
     [(other_learning_rate, "learning rate"), (other_weight_decay, "weight_decay"), (other_betas, "betas")],
 )
-def test_so_is_any_other_setting_of_the_optimizer_that_differs(pool3, before, word):
+@SHARDED
+def test_so_is_any_other_setting_of_the_optimizer_that_differs(pool3, before, word, sharded):
     """Left alone it would look like one rank's weights going wrong, and blame a healthy device."""
-    found = assert_stopped_before_update(run(pool3, Case(before=before, steps=1)), step=0)
+    found = assert_stopped_before_update(run(pool3, Case(before=before, steps=1, sharded=sharded)), step=0)
     assert found.verdict.kind is Kind.SOFTWARE and found.verdict.suspects == ()
     assert word in found.verdict.reason
 
 
-def test_equal_scalers_are_quiet(pool3):
-    assert_quiet(pool3, Case(scaler=same_on_each_rank, config={"audit_every": 2, "replicas_every": 1}))
+@SHARDED
+def test_equal_scalers_are_quiet(pool3, sharded):
+    assert_quiet(pool3, Case(scaler=same_on_each_rank, config={"audit_every": 2, "replicas_every": 1}, sharded=sharded))

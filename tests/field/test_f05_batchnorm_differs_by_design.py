@@ -1,4 +1,4 @@
-"""F5 (plain DDP): BatchNorm statistics differ between ranks by design."""
+"""F5 (plain DDP, FSDP2): BatchNorm statistics differ between ranks by design."""
 
 import pytest
 from torch import nn
@@ -16,11 +16,17 @@ def test_it_is_quiet(pool3, broadcast):
     assert_quiet(pool3, Case(model=normed, ddp={"broadcast_buffers": broadcast}, config=EVERY_STEP))
 
 
-def test_buffers_that_are_declared_replicated_are_compared(pool3):
+def test_it_is_quiet_where_the_weights_are_sharded(pool3):
+    assert_quiet(pool3, Case(model=normed, config=EVERY_STEP, sharded=True))
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_buffers_that_are_declared_replicated_are_compared(pool3, sharded):
     declared = ("1.running_mean", "1.running_var")
     case = Case(
-        model=normed, ddp={"broadcast_buffers": False}, config={**EVERY_STEP, "replicated_buffers": declared}, steps=2
-    )
+        model=normed, ddp={"broadcast_buffers": False}, config={**EVERY_STEP, "replicated_buffers": declared}, steps=2,
+        sharded=sharded,
+    )  # fmt: skip
     found = assert_stopped_before_update(run(pool3, case), step=0)
     assert found.verdict.kind is Kind.SOFTWARE and found.verdict.suspects == ()
     assert {name.removeprefix("model.") for name in found.verdict.tensors} == set(declared)

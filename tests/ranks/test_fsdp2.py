@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from unsilent import Guard, GuardConfig
 from unsilent.lab.faults import Fault
@@ -76,6 +78,7 @@ def build(mesh: Any, policy: str, reshard: bool, seed: int = 0) -> Model:
     return fully_shard(model, **options)
 
 
+@functools.cache  # a mesh brings process groups, and a pool of ranks lives for many tests
 def mesh_of(size: int, replicas: int) -> Any:
     if replicas == 1:
         return init_device_mesh("cpu", (size,))
@@ -318,3 +321,55 @@ def test_hsdp_replicas_that_were_made_with_seeds_of_their_own_are_found_before_t
     for answer in answers:
         assert answer.kind == "IntegrityLost"
         assert "not synchronised" in answer.text
+
+
+# ---- what an all-gather gives ------------------------------------------------------------------------------------------
+
+
+class WrongOnce(DefaultAllGather):
+    """Delivers one wrong weight to this rank, the next time it is armed."""
+
+    armed = False
+
+    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = super().__call__(output_tensor, *args, **kwargs)
+        if self.armed:
+            self.armed = False
+            output_tensor.view(-1)[5] += 1.0
+        return result
+
+
+def gather_wrongly(rank: int, size: int, directory: str | None) -> dict[str, Any]:
+    model = build(mesh_of(size, 1), "fp32", True)
+    gathers = WrongOnce()
+    for module in (*model.blocks, model):
+        module.set_custom_all_gather(gathers)  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(7 + rank)
+    said: list[tuple[int, str, str, list[int | None]]] = []
+    if directory is None:
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            loss_fn(model, batch(rank, step)).backward()
+            optimizer.step()
+        return {"bits": bits(model), "said": said}
+    config = GuardConfig(directory=directory, node=f"node-{rank}", audit_every=2, replicas_every=2, timeout_s=10.0)
+    with Guard(model, optimizer, loss_fn, config=config) as guard:
+        for step in range(STEPS):
+            gathers.armed = rank == 1 and step == 3
+            outcome = guard.step(batch(rank, step))
+            assert not gathers.armed
+            if (verdict := outcome.verdict) is not None:
+                said.append((step, verdict.kind.value, outcome.action.value, sorted(s.rank for s in verdict.suspects)))
+        told = [row.blind for row in guard.coverage() if row.site == "weights"]
+    return {"bits": bits(model), "said": said, "told": told}
+
+
+def test_a_wrong_weight_that_an_all_gather_delivers_to_one_rank_is_found_by_its_audit(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    plain = pool.results(gather_wrongly, None)
+    for one, other in zip(plain, pool.results(gather_wrongly, str(tmp_path)), strict=True):
+        assert other["said"] == [(3, "TRANSIENT", "REPAIR", [1])]
+        assert same(one["bits"], other["bits"])
+        assert any("all-gather" in text and "alike" in text for text in other["told"])

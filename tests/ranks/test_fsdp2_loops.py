@@ -11,55 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.utils.checkpoint import checkpoint
 
+from tests.ranks.loops import (
+    HIT,
+    STEPS,
+    Model,
+    batch,
+    heard,
+    injector_of,
+    loss_under_autocast,
+    loss_with_evaluation,
+    plain_loss,
+    same,
+)
 from unsilent import Guard, GuardConfig
-from unsilent.lab.faults import Fault
-from unsilent.lab.inject import Injector
 from unsilent.lab.pool import Failed, RankPool
 from unsilent.sharding import local
-
-STEPS = 5
-HIT = 3
-"""The step that a fault hits; steps 1, 3 and 4 are audited."""
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, *, reentrant: bool | None = None, norm: bool = False) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
-        self.norm = nn.BatchNorm1d(width) if norm else nn.LayerNorm(width)
-        self.drop = nn.Dropout(0.1)
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.reentrant is None:
-            return x + self._inner(x)
-        return x + checkpoint(self._inner, x, use_reentrant=self.reentrant)
-
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.down(F.gelu(self.up(self.norm(x)))))
-
-
-class Model(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.blocks = nn.ModuleList(Block(7, **options) for _ in range(2))
-        self.last = nn.Linear(7, 3)
-        self.spare = nn.Linear(7, 3)  # no forward uses it
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.gelu(self.first(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
 
 
 class UsersReduceScatter(DefaultReduceScatter):
@@ -67,22 +39,6 @@ class UsersReduceScatter(DefaultReduceScatter):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
-
-
-def plain_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return F.mse_loss(model(batch["x"]).float(), batch["nested"][0])
-
-
-def loss_with_evaluation(model: nn.Module, batch: Any) -> torch.Tensor:
-    loss = plain_loss(model, batch)
-    with torch.no_grad():
-        plain_loss(model, batch)  # leaves the root's weights gathered
-    return loss
-
-
-def loss_under_autocast(model: nn.Module, batch: Any) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return plain_loss(model, batch)
 
 
 def _freeze(model: Model) -> None:
@@ -131,8 +87,8 @@ class Loop:
 
 
 LOOPS = {
-    "checkpointed": Loop(model={"reentrant": False}),
-    "checkpointed, reentrant": Loop(model={"reentrant": True}),
+    "checkpointed": Loop(model={"checkpointing": "not reentrant"}),
+    "checkpointed, reentrant": Loop(model={"checkpointing": "reentrant"}),
     "checkpoint wrapper": Loop(before=_wrap, target="blocks.1._checkpoint_wrapped_module.up"),
     "BatchNorm": Loop(model={"norm": True}),
     "frozen": Loop(before=_freeze),
@@ -150,15 +106,6 @@ LOOPS = {
     "foreach SGD": Loop(optimizer=partial(torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=True), schedule=True),
     "own collective": Loop(after=_own_collective),
 }
-
-
-def batch(rank: int, step: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {
-        "x": torch.randn(6, 5, generator=generator),
-        "nested": [torch.randn(6, 3, generator=generator), "text"],
-        "more": None,
-    }
 
 
 def train(
@@ -196,22 +143,15 @@ def train(
     else:
         config = GuardConfig(directory=directory, node=f"node-{rank}", audit_every=2, replicas_every=2, timeout_s=10.0)
         guard = Guard(model, optimizer, loop.loss, scaler=scaler, scheduler=scheduler, config=config)
-        injector = Injector(
-            model, optimizer,
-            Fault(site="forward", target=loop.target, pattern="relative", relative=0.5, rank=1, step=HIT),
-            rank=rank, world_size=size, node=f"node-{rank}", replaying=lambda: guard.replayer.running,
-        )  # fmt: skip
+        injector = injector_of(guard, rank, size, target=loop.target)
         try:
             for step in range(STEPS):
                 if fault:
                     injector.begin_step(step)
                 if raises and step == HIT and rank == 1:
                     model.last.register_forward_pre_hook(_fail)
-                outcome = guard.step(batch(rank, step))
+                said += heard(guard.step(batch(rank, step)))
                 _evaluate(loop, model, rank)
-                if outcome.verdict is not None:
-                    suspects = [s.rank for s in outcome.verdict.suspects]
-                    said.append((step, outcome.verdict.kind.value, outcome.action.value, suspects))
         finally:
             injector.close()
             guard.close()
@@ -228,12 +168,6 @@ def _evaluate(loop: Loop, model: nn.Module, rank: int) -> None:
 
 def _fail(module: nn.Module, args: Any) -> None:
     raise ValueError("the user's own mistake")
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(
-        torch.equal(a, b) for part in ("weights", "buffers") for a, b in zip(one[part], other[part], strict=True)
-    )
 
 
 @pytest.mark.parametrize("name", LOOPS)

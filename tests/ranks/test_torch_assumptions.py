@@ -193,6 +193,47 @@ def test_a_reduce_scatter_takes_the_accumulated_local_gradients_rank_by_rank(poo
         torch.testing.assert_close(out[0], mean)
 
 
+class _Asked(DefaultReduceScatter):
+    """Keeps the memory that a group asks for, and what the first piece holds when it asks for the second."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if len(self.made) % 2:
+            self.seen.append(self.made[-1].clone())
+        self.made.append(super().allocate(size, dtype=dtype, device=device))
+        return self.made[-1]
+
+
+def replicated(rank: int, size: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The same of ``replicate``: what the input holds, this rank's own gradient, and what is left in ``.grad``."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    torch.manual_seed(0)
+    whole, model = nn.Linear(3, 7), nn.Linear(3, 7)
+    model.load_state_dict(whole.state_dict())
+    asked = _Asked()
+    replicate(model, mesh=init_device_mesh("cpu", (size,)))
+    model.set_custom_reduce_scatter(asked)  # type: ignore[operator]
+    for part in range(2):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * part + rank))
+        model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
+        model(x).square().sum().backward()
+        whole(x).square().sum().backward()
+    own = torch.cat([p.grad.flatten() for p in whole.parameters() if p.grad is not None])
+    left: Any = [p.grad for p in model.parameters()]
+    return asked.seen, own, torch.cat([grad._local_tensor.flatten() for grad in left])
+
+
+def test_replicate_fills_the_input_before_it_asks_for_the_output(pool: RankPool) -> None:
+    answers = pool.results(replicated)
+    for seen, own, left in answers:
+        assert len(seen) == 1 and torch.equal(seen[0], own)
+        torch.testing.assert_close(left, sum(other[1] for other in answers) / pool.size)
+
+
 def private_parts(rank: int, size: int) -> list[str]:
     """What sharding.py and sharded_reduction.py read of a module group, as far as it is missing."""
     model: Any = fully_shard(nn.Linear(3, 7), mesh=init_device_mesh("cpu", (size,)))
@@ -201,8 +242,8 @@ def private_parts(rank: int, size: int) -> list[str]:
     names = {
         "group": (group, "_reduce_scatter_comm _all_gather_comm reduce_grads all_reduce_grads _partial_reduce_output "
                          "_all_reduce_hook mesh_info device"),
-        "parameter": (parameter, "sharded_param unsharded_accumulated_grad is_dtensor"),
-        "mesh_info": (group.mesh_info, "shard_process_group shard_mesh_size"),
+        "parameter": (parameter, "sharded_param unsharded_accumulated_grad"),
+        "mesh_info": (group.mesh_info, "shard_process_group mesh"),
         "model": (model, "reshard reset_iter_state"),
     }  # fmt: skip
     return [f"{of}.{name}" for of, (thing, text) in names.items() for name in text.split() if not hasattr(thing, name)]

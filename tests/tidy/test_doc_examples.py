@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ DOCUMENTS = [
     "docs/ledger.md",
     "docs/restart.md",
     "docs/lab.md",
+    "docs/loops.md",
+    "docs/parallelism.md",
     "docs/results/coverage.md",
     "docs/results/lab.md",
 ]
@@ -73,6 +76,28 @@ def test_the_example_of_the_readme_runs() -> None:
         guard.close()
     assert guard.steps == 3 and outcome.verdict is None and outcome.action is unsilent.Action.CONTINUE
     assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_the_examples_of_loops_that_own_their_step_run() -> None:
+    one, accumulating = re.findall(r"```python\n(.*?)```", _text("docs/loops.md"), flags=re.DOTALL)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    model.no_sync = contextlib.nullcontext  # type: ignore[assignment]  # as the wrapper of DDP has it
+    optimizer = torch.optim.AdamW(model.parameters())
+    batches = [torch.randn(6, 4) for _ in range(6)]
+    names: dict[str, Any] = {
+        "unsilent": unsilent, "torch": torch, "contextlib": contextlib, "model": model, "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "loader": batches, "steps": [batches[:3], batches[3:]],
+        "loss_fn": lambda model, batch: model(batch).square().mean(),
+    }  # fmt: skip
+    with contextlib.redirect_stderr(io.StringIO()):
+        exec(compile(one, "docs/loops.md", "exec"), names)
+        guard, watched = names["guard"], names["watched"]
+        assert guard.steps == 6 and watched.verdict is None and watched.action is unsilent.Action.CONTINUE
+        names["guard"] = unsilent.Guard(model, optimizer, names["loss_fn"])
+        exec(compile(accumulating, "docs/loops.md", "exec"), names)
+        assert names["guard"].steps == 2 and names["guard"].counts["audit"] == 1
+        names["guard"].close()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

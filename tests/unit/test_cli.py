@@ -396,6 +396,17 @@ def test_doctor_says_what_a_layout_cannot_do() -> None:
     refused(invoke("doctor", "--preset", "nano"), "there is no preset 'nano'")
 
 
+def test_doctor_shows_who_computes_together_and_what_must_be_equal() -> None:
+    facts = last_json(invoke("doctor", "--mesh", "dp=3,tp=2", "--json"))
+    assert facts["teams"] == [[0, 1], [2, 3], [4, 5]] and facts["auditors"] == [2, 3, 4, 5, 0, 1]
+    assert any("tensor parallelism" in row["what"] for row in facts["alike"])
+    said = " ".join(invoke("doctor", "--mesh", "dp=2,tp=2").stdout.split())
+    assert "0, 1; 2, 3; a persistent fault names both sides" in said
+    refused(invoke("doctor", "--mesh", "dp=2,tp"), "is not a list like dp=2,tp=4")
+    refused(invoke("doctor", "--mesh", "dp=2,tp=2", "--data", "shard"), "--data names 'shard'")
+    refused(invoke("doctor", "--mesh", "dp=2,tp=2", "--ranks", 3), "a mesh of 4 ranks does not fit 3 ranks")
+
+
 def test_doctor_shows_what_is_switched_off() -> None:
     rows = last_json(invoke("doctor", "--audit-every", 0, "--replicas-every", 0, "--json"))["coverage"]
     # Settings and counters are compared in every step all the same.

@@ -195,13 +195,13 @@ def test_arithmetic_that_errs_by_nothing_changes_no_bit() -> None:
 
 def test_a_fault_of_the_comparison_makes_equal_tensors_look_different_and_goes_away() -> None:
     tensor = torch.arange(8.0)
-    right = replicas.sums_many([tensor])
+    right = replicas.sums_of_gradients([tensor])
     spec = Fault(site="comparison", pattern="bit_flip", bit=5, rank=0, from_step=0, element=0)
     with Injector(nn.Linear(2, 2), None, spec, rank=0, world_size=2) as injector:
         injector.begin_step(0)
-        assert not torch.equal(replicas.sums_many([tensor]), right)
+        assert not torch.equal(replicas.sums_of_gradients([tensor]), right)
         assert injector.fired == 1
-    assert torch.equal(replicas.sums_many([tensor]), right)
+    assert torch.equal(replicas.sums_of_gradients([tensor]), right)
     assert fingerprint(tensor) == fingerprint(torch.arange(8.0))
 
 

@@ -17,6 +17,7 @@ from unsilent.judge import (
     judge_finite,
     judge_unreduced,
     judge_votes,
+    unlike_the_block,
 )
 from unsilent.records import (
     AuditEvidence,
@@ -222,6 +223,29 @@ def test_a_minority_of_such_live_values_is_no_common_cause() -> None:
 def test_replays_that_nowhere_run_are_not_taken_for_a_common_cause() -> None:
     nowhere = [audit("p", a="--", b="--", pair=pair) for pair in ((0, 1), (1, 2), (2, 0))]
     assert [v.kind for v in judge_audits(nowhere, ABC)] == [I]
+
+
+def test_a_loops_own_code_that_differs_from_all_reruns_is_no_device() -> None:
+    def judged(
+        evidences: list[AuditEvidence], places: list[Place], *, proved: bool
+    ) -> list[tuple[Kind, list[int | None]]]:
+        verdicts = judge_audits(evidences, places, unlike=unlike_the_block(evidences, places, proved=proved))
+        return [(v.kind, [s.rank for s in v.suspects]) for v in verdicts]
+
+    everywhere = [audit("p", a="xx", b="xx", pair=pair) for pair in ((0, 1), (1, 2), (2, 0))]
+    one, other, clean = *everywhere[:2], audit("x", b="x", pair=(2, 3))
+    for proved in (False, True):
+        assert judged(everywhere, ABC, proved=proved) == [(I, [])]
+        assert judged([one, other, clean], ABCD, proved=proved) == [(I, [])]  # two at once: not one device's fault
+        assert judged([one, clean], ABCD, proved=proved) == [(T, [0])]  # another rank shows that they can agree
+    assert judged([one], ABC, proved=False) == [(I, [])]
+    assert judged([one], ABC, proved=True) == [(T, [0])]
+    alone = audit("p", a="xxx", pair=(0, 0))
+    assert judged([alone], A, proved=False) == [(I, [])]
+    assert judged([alone], A, proved=True) == [(T, [0])]
+    assert unlike_the_block([audit("p", a="---", pair=(0, 0))], A, proved=False) == ()
+    (verdict,) = judge_audits(everywhere, ABC, unlike=unlike_the_block(everywhere, ABC, proved=True))
+    assert "ranks 0, 1, 2" in verdict.reason and "nobody is blamed" in verdict.reason
 
 
 def test_alike_findings_become_one_verdict() -> None:

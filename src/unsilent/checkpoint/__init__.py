@@ -1,9 +1,9 @@
 """Checkpoints that carry a certificate: what they must contain, bit for bit, and how far they are trusted.
 
-The data takes one way: ``state`` collects it from the model and the optimizer → ``draft`` takes its
-fingerprints and lets the ranks agree → ``dcp`` writes it → ``files`` hashes what was written → ``store`` publishes it
-under its own name with its ``certificate``. Loading goes back
-the same way and copies nothing into the model before every hash and every fingerprint has been compared.
+The data takes one way: ``state`` collects it from the model and the optimizer → ``draft`` takes its fingerprints and lets the
+ranks agree (``composed`` makes those of whole tensors out of shards) → ``dcp`` writes it → ``files`` hashes what was written →
+``store`` publishes it under its own name with its ``certificate``. Loading goes back the same way and copies nothing into the
+model before every hash and every fingerprint has been compared.
 """
 
 from __future__ import annotations

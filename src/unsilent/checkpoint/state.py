@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from unsilent.errors import CheckpointError, UsageError
 from unsilent.fingerprints import Fingerprint, sums_many
-from unsilent.inventory import Inventory
+from unsilent.inventory import Inventory, is_partitioned, state_of
+from unsilent.sharding import Block, block_of, is_distributed, local
 
 # DCP turns every mapping into keys of text and forgets empty ones. A mapping that would not come back as it was
 # (MultiStepLR's milestones are keyed by int) is kept whole, as the second item of a tuple that begins with this word.
@@ -53,7 +55,8 @@ def _optimizer_by_name(inventory: Inventory) -> dict[str, Any]:
     optimizer = inventory.optimizer
     if optimizer is None:
         return {}
-    packed = optimizer.state_dict()
+    # A partitioned one has no state_dict of its own part: the parts of all ranks make one state, by their names.
+    packed = optimizer.state_dict() if not is_partitioned(optimizer) else _packed(optimizer)
     if extra := sorted(set(packed) - {"state", "param_groups"}):
         raise UsageError(f"{type(optimizer).__name__} keeps {extra} in its state_dict, which cannot be saved by name")
     names = _names_by_group(inventory)
@@ -70,6 +73,17 @@ def _optimizer_by_name(inventory: Inventory) -> dict[str, Any]:
         "param_groups": [
             {key: encode(value) for key, value in group.items() if key != "params"} | {"params": of_group}
             for group, of_group in zip(packed["param_groups"], names, strict=True)
+        ],
+    }
+
+
+def _packed(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What this rank keeps, as ``state_dict`` would number it."""
+    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    return {
+        "state": {numbers[id(p)]: dict(of_one) for p, of_one in state_of(optimizer).items()},
+        "param_groups": [
+            {**group, "params": [numbers[id(p)] for p in group["params"]]} for group in optimizer.param_groups
         ],
     }
 
@@ -176,6 +190,24 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
     return {name: result[name] for name in tensors}
 
 
+def blocks(inventory: Inventory, tree: Mapping[str, Any]) -> dict[str, Block]:
+    """What this rank holds of each tensor of the state, and who must hold the same.
+
+    Raises:
+        UsageError: a distributed tensor has no block on this rank.
+    """
+    model = inventory.model
+    first = {id(p): name for name, p in model.named_parameters()}
+    keys = {f"model.{name}": f"model.{first[id(p)]}" for name, p in model.named_parameters(remove_duplicate=False)}
+    copies = {entry.name: entry.copies for entry in inventory.entries()}
+    found: dict[str, Block] = {}
+    for key, tensor in tensors_in(tree).items():
+        entry = keys.get(key, key.replace("optimizer.state.", "optimizer.", 1))
+        block = block_of(tensor)
+        found[key] = block if block.spread else replace(block, holders=copies.get(entry))
+    return found
+
+
 def local_buffers(inventory: Inventory) -> set[str]:
     """The keys of buffers that ranks may hold with different bits (BatchNorm's running statistics)."""
     # By identity, so that a buffer with two names is the same under both of them.
@@ -184,25 +216,125 @@ def local_buffers(inventory: Inventory) -> set[str]:
     return {f"model.{name}" for name, b in everything if id(b) not in equal}
 
 
-def share_of(tree: dict[str, Any], rank: int, local: Iterable[str]) -> dict[str, Any]:
+def share_of(
+    tree: dict[str, Any], rank: int, local: Iterable[str], before: Collection[str] | None = None
+) -> dict[str, Any]:
     """What this rank offers to DCP.
 
     Rank 0 offers all. The others offer only the tensors that are equal everywhere, so that the writing is spread and
     yet nothing that may differ is taken from a rank by chance.
+
+    Args:
+        before: the names in the model that a lower rank holds too; None for all. A rank offers all of what it is the first
+            to hold.
     """
     if rank == 0:
         return tree
     left_out = {name.removeprefix("model.") for name in local}
-    model = {k: v for k, v in tree["model"].items() if isinstance(v, Tensor) and k not in left_out}
+
+    def offers(name: str, value: Any, *, differs: bool = False) -> bool:
+        return (isinstance(value, Tensor) and not differs) or (before is not None and name not in before)
+
+    model = {k: v for k, v in tree["model"].items() if offers(k, v, differs=k in left_out)}
     state = {
-        name: {key: value for key, value in of_one.items() if isinstance(value, Tensor)}
+        name: {key: value for key, value in of_one.items() if offers(name, value)}
         for name, of_one in tree["optimizer"].get("state", {}).items()
     }
     return {"model": model, "optimizer": {"state": state}}
 
 
-def check_model(inventory: Inventory, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]) -> None:
+def keep(tree: dict[str, Any], wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """A rank's share of model and optimizer, with the wanted tensors only."""
+    model = {k: v for k, v in tree["model"].items() if wanted(f"model.{k}")}
+    state = {
+        name: {k: v for k, v in of_one.items() if wanted(f"optimizer.state.{name}.{k}")}
+        for name, of_one in tree["optimizer"]["state"].items()
+    }
+    return {"model": model, "optimizer": {"state": state}}
+
+
+def names_in(inventory: Inventory) -> list[str]:
+    """What this rank's model holds, by name; ranks that do not hold the same have other names."""
+    return sorted(inventory.model.state_dict())
+
+
+def groups_in(tree: Mapping[str, Any]) -> list[list[str]]:
+    """The names of the parameters in each group of the optimizer."""
+    return [list(group["params"]) for group in tree["optimizer"].get("param_groups", [])]
+
+
+def with_groups(tree: dict[str, Any], everyone: list[list[list[str]]]) -> dict[str, Any]:
+    """The state with the parameter groups of all ranks, for ranks that hold parts of the model.
+
+    Raises:
+        UsageError: the ranks have unequally many groups.
+    """
+    if len({len(groups) for groups in everyone}) > 1:
+        raise UsageError(
+            f"the ranks' optimizers have {[len(groups) for groups in everyone]} parameter groups: give them equally many, "
+            "empty ones too"
+        )
+    groups = [
+        {**group, "params": list(dict.fromkeys(name for theirs in everyone for name in theirs[i]))}
+        for i, group in enumerate(tree["optimizer"].get("param_groups", []))
+    ]
+    return {**tree, "optimizer": {**tree["optimizer"], "param_groups": groups}} if groups else tree
+
+
+def without(tree: dict[str, Any], elsewhere: Collection[str]) -> dict[str, Any]:
+    """The state without what only other ranks hold: parameters in the optimizer's groups."""
+    saved = tree.get("optimizer") or {}
+    if not elsewhere or "param_groups" not in saved:
+        return tree
+    groups = [{**g, "params": [name for name in g["params"] if name not in elsewhere]} for g in saved["param_groups"]]
+    return {**tree, "optimizer": {**saved, "param_groups": groups}}
+
+
+def patterns(
+    inventory: Inventory,
+    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None],
+    paths: Mapping[str, tuple[str | int, ...]],
+) -> dict[str, Tensor]:
+    """The distributed tensor of which a saved one takes the shards, by key; what each rank needs whole is not in it.
+
+    Raises:
+        UsageError: nothing here says how a tensor of the optimizer's state is sharded.
+    """
+    found = {f"model.{n}": v for n, v in inventory.model.state_dict().items() if isinstance(v, Tensor)}
+    parameters = dict(inventory.parameters())
+    numbered: list[str] = []
+    for key, of in saved.items():
+        path = paths.get(key, ())
+        if of is None or len(path) != 4 or path[:2] != ("optimizer", "state"):
+            continue
+        name = str(path[2])
+        if inventory.optimizer is not None and name not in parameters and name.isdigit():  # of torch's own state_dict
+            numbered = numbered or [one for group in _names_by_group(inventory) for one in group]
+            name = numbered[int(name)] if int(name) < len(numbered) else name
+        p = parameters.get(name)
+        if p is None or inventory.optimizer is None:
+            continue
+        live = state_of(inventory.optimizer).get(p, {}).get(str(path[3]))
+        pattern = live if isinstance(live, Tensor) else p
+        if of[0] and is_distributed(pattern) and tuple(pattern.shape) != of[0]:
+            raise UsageError(
+                f"nothing says how {key!r} of shape {list(of[0])} is sharded, since its parameter has shape {list(p.shape)}: "
+                "load after the optimizer's first step"
+            )
+        if of[0]:
+            found[key] = pattern
+    return {key: pattern for key, pattern in found.items() if key in saved and is_distributed(pattern)}
+
+
+def check_model(
+    inventory: Inventory,
+    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None],
+    elsewhere: Collection[str] = (),
+) -> None:
     """Compare names, shapes and dtypes; ``saved`` maps each key below ``model.`` to them, None for no tensor.
+
+    Args:
+        elsewhere: names that only other ranks hold.
 
     Raises:
         UsageError: the checkpoint is of another model; the message says what differs first.
@@ -222,7 +354,7 @@ def check_model(inventory: Inventory, saved: Mapping[str, tuple[tuple[int, ...],
             if dtype != value.dtype:
                 raise UsageError(f"{another} {name!r} is {value.dtype} here and {dtype} there")
     for name in saved:
-        if name not in live:
+        if name not in live and name not in elsewhere:
             raise UsageError(f"{another} it has {name!r}, which is not here")
 
 
@@ -244,6 +376,9 @@ def check_optimizer(inventory: Inventory, saved: Mapping[str, Any]) -> None:
         for here, there in zip(names, group["params"], strict=True):
             if isinstance(there, str) and here != there:
                 raise UsageError(f"{another} group {i} has {here!r} here where {there!r} is there")
+    known = {str(name) for group in groups for name in group["params"]}
+    if extra := sorted(str(name) for name in saved.get("state", {}) if str(name) not in known):
+        raise UsageError(f"{another} it has state of {extra[0]!r}, which is in none of its groups")
 
 
 def put_back(
@@ -263,6 +398,9 @@ def put_back(
     for name, value in inventory.model.state_dict().items():
         if isinstance(value, Mapping) and not value:  # DCP of others forgets an empty extra state
             model.setdefault(name, {})
+        if isinstance(value, Tensor) and is_distributed(value):  # this rank's block of it
+            local(value).copy_(model[name])
+            model[name] = value
     try:
         inventory.model.load_state_dict(model, strict=True)
         if inventory.optimizer is not None and tree.get("optimizer"):
@@ -278,21 +416,29 @@ def put_back(
 @torch.no_grad()
 def _put_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     # Not optimizer.load_state_dict: it casts fp32 moments to a bf16 parameter's dtype.
-    states = saved.get("state", {})
+    states, kept = saved.get("state", {}), state_of(optimizer)
+    owned = {id(p) for group in _kept_groups(optimizer) for p in group["params"]}
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         for p, key in zip(group["params"], saved_group["params"], strict=True):
-            fresh = states.get(str(key), {})
+            fresh = states.get(str(key), {}) if id(p) in owned else {}
             if not fresh:
-                optimizer.state.pop(p, None)
+                kept.pop(p, None)
                 continue
-            live = optimizer.state[p]
+            live = kept[p]
             for name in [name for name in live if name not in fresh]:
                 del live[name]
             for name, value in fresh.items():
-                live[name] = _put(value, live.get(name), _home(name, value, p, group), p)
+                held = live.get(name)
+                like = held if isinstance(held, Tensor) and is_distributed(p) else p
+                live[name] = _put(value, held, _home(name, value, p, group), like)
         for name, value in saved_group.items():
             if name != "params":
                 group[name] = _put(value, group.get(name), None, None)
+
+
+def _kept_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The groups of the parameters whose state this rank keeps."""
+    return optimizer.optim.param_groups if is_partitioned(optimizer) else optimizer.param_groups
 
 
 def _home(name: str, value: Any, p: Tensor, group: Mapping[str, Any]) -> torch.device | None:
@@ -304,8 +450,12 @@ def _home(name: str, value: Any, p: Tensor, group: Mapping[str, Any]) -> torch.d
 def _put(value: Any, live: Any, device: torch.device | None, like: Tensor | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if isinstance(live, Tensor) and live.shape == value.shape and live.dtype == value.dtype:
-        return live.copy_(value)  # in place, since compiled code and graphs may hold it
-    if like is not None and like.shape == value.shape:
-        return torch.empty_like(like, dtype=value.dtype, device=device or value.device).copy_(value)
+    if isinstance(live, Tensor) and local(live).shape == value.shape and live.dtype == value.dtype:
+        local(live).copy_(value)  # in place, since compiled code and graphs may hold it
+        return live
+    if like is not None and local(like).shape == value.shape:
+        home = like.device if is_distributed(like) else device or value.device
+        fresh = torch.empty_like(like, dtype=value.dtype, device=home)
+        local(fresh).copy_(value)
+        return fresh
     return value.to(device) if device is not None else value

@@ -13,7 +13,16 @@ import torch.distributed as dist
 
 from unsilent.checkpoint import attempts, dcp, files
 from unsilent.checkpoint.certificate import Certificate, CheckRun, FileDigest, Status
-from unsilent.checkpoint.draft import Draft, Facts, draft, must_agree, own_fingerprints, share
+from unsilent.checkpoint.draft import (
+    Draft,
+    Facts,
+    draft,
+    fingerprints,
+    first_holders,
+    must_agree,
+    own_fingerprints,
+    share,
+)
 from unsilent.checkpoint.listing import Saved, checkpoints_in, load_order, look
 from unsilent.checkpoint.loading import Live, Loaded, load_first_good
 from unsilent.checkpoint.state import Stateful
@@ -84,8 +93,9 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint aside, hash it, certify it, and only then give it its name.
 
-        Fingerprints are taken from the tensors in memory before the write. All ranks must hold the same bits of what
-        is replicated; what ranks may hold differently (some buffers) is kept for each rank. A checkpoint of the same
+        Fingerprints are taken from the tensors in memory before the write; of a tensor whose blocks lie on several ranks they
+        are put together from the sums of the blocks. All ranks must hold the same bits of what several of them hold; what
+        ranks may hold differently (some buffers) is kept for each rank. A checkpoint of the same
         number of steps is replaced, also one without a certificate; but a certified one that is whole is not replaced by
         one that is less: it stays, and nothing is written.
 
@@ -93,7 +103,7 @@ class CheckpointStore:
             steps: updates completed.
             rng: this rank's random state: anything that pickles; None to save none.
             guard: what the guard keeps of itself; rank 0's is saved.
-            may_differ: write it even if the replicas differ; then it holds rank 0's, as a candidate for ever.
+            may_differ: write it even if the replicas differ; then it holds those of the lowest ranks, as a candidate for ever.
 
         Returns:
             The directory of the checkpoint of that number of steps; :meth:`status_of` says how far it is trusted.
@@ -112,12 +122,15 @@ class CheckpointStore:
                 self.root.mkdir(parents=True, exist_ok=True)
                 files.clean_partials(self.root)
                 files.finish_replacing(self.root)
-            drafts.append(draft(inventory, steps=steps, scaler=scaler, scheduler=scheduler, rng=rng, guard=guard))
+            drafts.append(
+                draft(inventory, self._ranks, steps=steps, scaler=scaler, scheduler=scheduler, rng=rng, guard=guard)
+            )
             return drafts[0].facts()
 
         facts = self._ranks.each(f"prepare {name}", prepare)
-        mine = drafts[0]
-        alike = must_agree(mine, facts, self._ranks, may_differ=may_differ)
+        alike = must_agree(drafts[0], facts, self._ranks, may_differ=may_differ)
+        prints = fingerprints(drafts[0], facts, self._ranks, same=alike)
+        mine, before = first_holders(drafts[0], facts, self._ranks)
         status = status if alike else Status.CANDIDATE
         if status is not Status.CERTIFIED and self._ranks.first(f"look at {name}", lambda: _is_certified(final)):
             return final
@@ -126,13 +139,13 @@ class CheckpointStore:
             created=now(),
             torch=torch.__version__,
             status=status,
-            reason="" if alike else "the replicas differed when it was written: it holds rank 0's",
+            reason="" if alike else "the replicas differed when it was written: it holds those of the lowest ranks",
             world_size=self._ranks.world_size,
             checks=tuple(checks),
-            tensors={n: f.to_json() for n, f in mine.prints.items()} | own_fingerprints(facts),
+            tensors={n: f.to_json() for n, f in prints.items()} | own_fingerprints(facts),
             rng={str(rank): f.rng for rank, f in enumerate(facts) if f.rng is not None},
         )
-        tree = share(mine, facts, self._ranks.rank, alike=alike)
+        tree = share(mine, facts, self._ranks.rank, same=alike, before=before)
         self._ranks.each(f"write {name}", lambda: dcp.write(tree, partial, self._ranks.group))
         written = self._ranks.each(f"hash {name}", lambda: self._hash_mine(partial))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -73,6 +75,35 @@ class Together:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def unlike(self, value: T) -> list[T] | None:
+        """What each rank gave where they differ, None where all gave the same; only then do the values travel.
+
+        Args:
+            value: made of numbers, text, tuples and lists.
+        """
+        digest = hashlib.sha256(repr(value).encode()).digest()
+        return None if len(set(self.gather(digest))) == 1 else self.gather(value)
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Add up the ranks' rows (int64, on the host), in place, modulo 2^64."""
+        if self.group is not None:
+            dist.all_reduce(rows, group=self.group)
+
+    def numbers(self, ranks: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Global ranks as this group counts them, in order; None, which stands for all, stays so.
+
+        Raises:
+            UsageError: one of them is not in the group.
+        """
+        if ranks is None:
+            return None
+        if self.group is None:
+            return (self.rank,)
+        try:
+            return tuple(sorted(dist.get_group_rank(self.group, rank) for rank in ranks))
+        except ValueError as error:
+            raise UsageError(f"a tensor lies on ranks {list(ranks)}, which are not all in the store's group") from error
 
     def each(self, doing: str, work: Callable[[], T]) -> list[T]:
         """Every rank does its work; all get all results, or all raise the failure of the lowest rank that failed.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unsilent.checkpoint import dcp
 from unsilent.checkpoint.certificate import CERTIFICATE, Certificate, CheckRun, Problem, Status
+from unsilent.checkpoint.composed import Part, compose, parts_of
 from unsilent.checkpoint.files import (
     damaged_files,
     digests,
@@ -24,8 +25,10 @@ from unsilent.checkpoint.files import (
     write_certificate,
 )
 from unsilent.checkpoint.state import fingerprints, tensors_in
+from unsilent.checkpoint.together import Together
 from unsilent.errors import CheckpointError, UsageError
 from unsilent.fingerprints import Fingerprint
+from unsilent.sharding import block_of
 
 _PIECE = 1 << 30  # bytes of tensors that are in memory at a time
 
@@ -40,21 +43,35 @@ def certify(
     steps: int,
     checks: Sequence[CheckRun] = (),
     world_size: int = 1,
+    ranks: Together | None = None,
 ) -> Certificate:
     """The certificate of a state that somebody else is about to write. Nested dictionaries are named as DCP names them.
 
     Give the copy that is written, so that what changes afterwards does not matter.
 
+    Args:
+        ranks: those that hold the state together, each a part of it; all of them call it. None where this rank holds all.
+
     Raises:
-        UsageError: a tensor is sparse, quantized, distributed or on the meta device.
+        UsageError: a tensor is sparse, quantized or on the meta device; or it is distributed, and there are no ``ranks``.
+        CheckpointError: what the ranks hold of a tensor is not the whole of it.
     """
+    tensors = tensors_in(state)
+    if ranks is None:
+        prints = fingerprints(tensors)
+    else:
+        parts: list[dict[str, Part]] = []
+        ranks.each(
+            "take fingerprints", lambda: parts.append(parts_of({n: block_of(t) for n, t in tensors.items()}, ranks))
+        )
+        prints = compose(parts[0], ranks)
     return Certificate(
         steps=steps,
         created=now(),
         torch=torch.__version__,
         world_size=world_size,
         checks=tuple(checks),
-        tensors={name: f.to_json() for name, f in fingerprints(tensors_in(state)).items()},
+        tensors={name: f.to_json() for name, f in prints.items()},
     )
 
 
@@ -120,13 +137,24 @@ def verify_files(path: Path, certificate: Certificate) -> list[Problem]:
         contents = dcp.read_contents(path)
     except Exception as error:  # noqa: BLE001 - unreadable, whatever the reason, is a problem to report
         return [*damaged, Problem(path=str(path), file=dcp.METADATA, reason=f"it cannot be read: {reason_of(error)}")]
-    uncovered = sorted(set(contents.files.values()) - set(certificate.files))
-    return [replace(problem, tensors=contents.tensors_of(problem.file)) for problem in damaged] + [
+    uncovered = sorted(contents.files - set(certificate.files))
+    return [_located(problem, path, contents) for problem in damaged] + [
         Problem(
             path=str(path), file=file, tensors=contents.tensors_of(file), reason="the certificate does not cover it"
         )
         for file in uncovered
     ]
+
+
+def _located(problem: Problem, path: Path, contents: dcp.Contents) -> Problem:
+    """The damage of a file, with the tensors that lie in it, and in words those that it hits."""
+    hit = contents.broken_in(path, problem.file)
+    said = (
+        f"; by its own checksum it hits {hit[0]!r}" + (f" and {len(hit) - 1} more" if len(hit) > 1 else "")
+        if hit
+        else ""
+    )
+    return replace(problem, reason=problem.reason + said, tensors=contents.tensors_of(problem.file))
 
 
 def differences(path: Path, certificate: Certificate, contents: dcp.Contents, flat: Mapping[str, Any]) -> list[Problem]:
@@ -161,7 +189,7 @@ def _differing_tensors(
                 continue
         except UsageError as error:
             reason = f"the certificate cannot be read: {error}"
-        problems.append(Problem(path=str(path), file=contents.files.get(name, ""), tensors=(name,), reason=reason))
+        problems.append(Problem(path=str(path), file=contents.file_of(name), tensors=(name,), reason=reason))
     return problems
 
 
@@ -176,7 +204,7 @@ def _differing_values(
     if flat.get("steps", certificate.steps) != certificate.steps:
         wrong["steps"] = f"it was saved after {flat['steps']} steps, the certificate says {certificate.steps}"
     return [
-        Problem(path=str(path), file=contents.files.get(key, ""), tensors=(key,), reason=reason)
+        Problem(path=str(path), file=contents.file_of(key), tensors=(key,), reason=reason)
         for key, reason in wrong.items()
     ]
 

@@ -22,9 +22,9 @@ from torch import nn
 
 from unsilent.agreement import Agreed, Declaration
 from unsilent.checks.protocol import Coverage, Moment
-from unsilent.fingerprints import sums_many
+from unsilent.fingerprints import sums_of_gradients
 from unsilent.records import AuditEvidence, Execution, Place, Site
-from unsilent.reduction import Bucket
+from unsilent.reduction import Bucket, scale_
 from unsilent.replay import Reading, Recorder, Work, assemble, read_execution
 
 
@@ -69,6 +69,7 @@ class Audit:
         auditors: for each rank, who audits it; None where nobody can.
         reduces: whether buckets are reduced; without, local gradients are read from ``.grad``.
         labels: what a reading has a row for, see :meth:`unsilent.reduction.Reduction.labels`.
+        team_places: of the teams, where ranks compute batches together.
         scale: what local gradients are multiplied by before they are reduced.
     """
 
@@ -88,11 +89,15 @@ class Audit:
         reduces: bool,
         labels: Callable[[], list[tuple[str, Hashable]]],
         scale: float = 1.0,
+        team_places: Sequence[Place] | None = None,
     ) -> None:
         self._labels = labels
+        self._team_places = places if team_places is None else team_places
         self.period = period
         self.config = config
         self.strength = Strength.BITWISE
+        #: False where the live step's losses are not known, so that gradients and buffers are compared without them
+        self.compares_losses = True
         self._inner, self._recorder, self._rank, self._reduces = inner, recorder, rank, reduces
         self.auditors, self._places, self._scale = auditors, places, scale
         self._rows: dict[Hashable, torch.Tensor] = {}
@@ -114,7 +119,7 @@ class Audit:
         same_node = [
             r for r, a in enumerate(self.auditors) if a is not None and self._places[a].node == self._places[r].node
         ]
-        nodes = len({p.node for p in self._places})
+        nodes = len({p.node for p in self._team_places})
         blind = "one-shot errors in steps that are not audited"
         if self.config.micro_batch == "rotating":
             blind += ", and in micro-batches whose turn it is not"
@@ -181,6 +186,11 @@ class Audit:
         """R: the digests of this rank's own live step. Call once, after the backward."""
         self._reading = self._read(losses)
         return self._reading
+
+    @property
+    def outside_state(self) -> str:
+        """What this rank's live forward has changed outside of its capture, as ``module.attribute``; "" where nothing."""
+        return self._recorder.outside_state
 
     @property
     def recorded(self) -> Reading | None:
@@ -299,8 +309,9 @@ class Audit:
         return Reading(names=tuple(reading.names[i] for i in keep), rows=reading.rows[keep])
 
     def _comparable(self, name: str) -> bool:
-        if self.strength is Strength.LOSS_ONLY:
-            return name.startswith("loss")
+        is_loss = name.startswith("loss[")
+        if self.strength is Strength.LOSS_ONLY or (is_loss and not self.compares_losses):
+            return is_loss and self.compares_losses
         return self._micro_batch is None or not name.startswith("buffer.")
 
     def _see(self, parameter: nn.Parameter) -> Any:
@@ -308,7 +319,7 @@ class Audit:
 
         def see(gradient: torch.Tensor) -> None:
             if self._micro_batch is not None and self._listening and id(parameter) not in self._micro_rows:
-                self._micro_rows[id(parameter)] = sums_many([gradient.detach() * self._scale])[0]
+                self._micro_rows[id(parameter)] = sums_of_gradients([scale_(gradient.detach().clone(), self._scale)])[0]
 
         return see
 

@@ -4,6 +4,8 @@
 needs anyway serves instead: it is finite only if all elements are. It overflows on large finite values, so when it is
 not finite the elements decide.
 
+Sparse gradients are looked at coalesced: values of one index may be finite and their sum not.
+
 Cost. Time: a pass over the gradients before the reduction and one after it (on a CPU the first is shared with the
 fingerprint, with clipping the second is the norm's own), and one copy of two flags to the host. Memory: two numbers per bucket and per parameter. Traffic: none beyond
 the agreed vector, in which two flags ride; on an alarm, up to eight names from every rank.
@@ -20,6 +22,7 @@ from torch import nn
 
 from unsilent.agreement import Agreed, Declaration
 from unsilent.checks.protocol import Coverage, Moment
+from unsilent.fingerprints import elements
 from unsilent.inventory import Inventory
 from unsilent.records import FiniteEvidence, Site
 from unsilent.reduction import Bucket
@@ -100,8 +103,8 @@ class Finite:
     def before_reduction(self, bucket: Bucket) -> None:
         if bucket.finite is not None:
             self._seen_bad |= not bucket.finite
-        elif bucket.buffer.numel():
-            self._local += bucket.buffer.aminmax()
+        else:
+            self._local += extremes([bucket.buffer])
 
     def before_update(self, moment: Moment) -> None:
         self._look_at_reduced()
@@ -125,7 +128,7 @@ class Finite:
 
     def details(self) -> tuple[bool, bool, tuple[str, ...]]:
         """(local, reduced, names of the first parameters whose gradient is not finite)."""
-        names = [e.name for e in self._inventory.gradients() if not bool(torch.isfinite(e.tensor).all())]
+        names = [e.name for e in self._inventory.gradients() if not bool(torch.isfinite(elements(e.tensor)).all())]
         return self._bad_local, self._bad_reduced, tuple(names[:8])
 
     def evidence(self, step: int, details: Sequence[Any]) -> tuple[FiniteEvidence, ...]:
@@ -163,7 +166,7 @@ class Finite:
 
     def _look_at_reduced(self) -> None:
         gradients = [entry.tensor for entry in self._inventory.gradients()]
-        if self._clips and gradients:
+        if self._clips and gradients and not any(gradient.is_sparse for gradient in gradients):
             self.total_norm = nn.utils.get_total_norm(gradients)
             self._reduced = [self.total_norm]
         else:
@@ -175,7 +178,7 @@ class Finite:
 
 def extremes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The minimum and the maximum of every tensor that has any element, on the device; NaN comes through."""
-    return [extreme for t in tensors if t.numel() for extreme in t.aminmax()]
+    return [extreme for t in map(elements, tensors) if t.numel() for extreme in t.aminmax()]
 
 
 def _not_finite(*groups: list[torch.Tensor]) -> tuple[bool, ...]:

@@ -23,7 +23,7 @@ import torch
 
 from unsilent.agreement import Agreed, Declaration
 from unsilent.checks.protocol import Coverage, Moment
-from unsilent.fingerprints import combine, sums_many
+from unsilent.fingerprints import combine, sums_of_gradients
 from unsilent.inventory import Entry, Inventory
 from unsilent.records import CounterEvidence, Site, VoteEvidence
 from unsilent.reduction import Bucket
@@ -37,21 +37,30 @@ _Shares = dict[str, list[tuple[tuple[int, ...], int]]]
 
 @dataclass(frozen=True)
 class _Table:
-    """The fingerprints of one site: a row for each entry, and which ranks must hold the same (None: all)."""
+    """The fingerprints of one site: a row for each entry, and which ranks must hold the same (None: all).
+
+    ``called`` are the names under which ranks compare them, mostly ``names`` themselves.
+    """
 
     names: tuple[str, ...]
+    called: tuple[str, ...]
     rows: torch.Tensor
     copies: tuple[tuple[int, ...] | None, ...]
 
     def digest(self) -> torch.Tensor:
         """One int64 on the device over names and rows."""
-        names = zlib.crc32("\n".join(self.names).encode())
+        names = zlib.crc32("\n".join(self.called).encode())
         return combine(self.rows) ^ names if self.names else torch.zeros((), dtype=torch.int64)
 
     def only(self, copies: tuple[int, ...] | None) -> _Table:
         """The entries that these ranks must hold alike."""
         at = [i for i, ranks in enumerate(self.copies) if ranks == copies]
-        return _Table(names=tuple(self.names[i] for i in at), rows=self.rows[at], copies=(copies,) * len(at))
+        return _Table(
+            names=tuple(self.names[i] for i in at),
+            called=tuple(self.called[i] for i in at),
+            rows=self.rows[at],
+            copies=(copies,) * len(at),
+        )
 
 
 class Replicas:
@@ -63,6 +72,8 @@ class Replicas:
         period: compare tensors every so many steps, and whenever forced.
         exchange: where the state is sharded: gives every rank what all ranks gave, in order.
         alone: no rank holds what another holds, so that shards are not compared.
+        partly_alone: the same of some shards.
+        partitioned: every rank holds the whole of the weights, and a part of the optimizer state that no other has.
     """
 
     name = "replicas"
@@ -77,9 +88,12 @@ class Replicas:
         reduces: bool,
         exchange: Callable[[Any], list[Any]] | None = None,
         alone: bool = False,
+        partly_alone: bool = False,
+        partitioned: bool = False,
     ) -> None:
+        self._partitioned = partitioned
         self.period = period
-        self._exchange, self._alone = exchange, alone
+        self._exchange, self._alone, self._partly_alone = exchange, alone, partly_alone
         self._mine: _Shares = {}
         self._unlike = frozenset[str]()  # sites whose shards differ between ranks that must hold the same
         self._inventory, self._counters, self._reduces = inventory, counters, reduces
@@ -94,17 +108,18 @@ class Replicas:
         )  # fmt: skip
         if not self.period:  # no votes: the counters are compared all the same
             return (counters,)
-        if self._exchange is not None:
+        if self._exchange is not None and not self._partitioned:
             return (*self._coverage_of_shards(when), counters)
+        state = Coverage(
+            site="optimizer_state", check=self.name, how="bitwise vote over all ranks", when=when,
+            blind="the same error on a majority; with 2 ranks nobody is named",
+        ) if not self._partitioned else _with_single_owner("optimizer_state")  # fmt: skip
         return (
             Coverage(
                 site="weights", check=self.name, how="bitwise vote over all ranks", when=when,
                 blind="the same error on a majority; with 2 ranks nobody is named",
             ),
-            Coverage(
-                site="optimizer_state", check=self.name, how="bitwise vote over all ranks", when=when,
-                blind="the same error on a majority; with 2 ranks nobody is named",
-            ),
+            state,
             Coverage(
                 site="reduction", check=self.name, how="bitwise vote over the reduced gradients", when=when,
                 blind="an error inside the reduction that reaches all ranks alike",
@@ -114,11 +129,10 @@ class Replicas:
 
     def _coverage_of_shards(self, when: str) -> tuple[Coverage, ...]:
         if self._alone:
-            blind = "every shard has a single owner: no rank holds a second copy of it, so nothing at rest is compared"
-            return tuple(
-                Coverage(site=s, check="-", how="", when="", blind=blind) for s in ("weights", "optimizer_state")
-            )
+            return tuple(_with_single_owner(site) for site in ("weights", "optimizer_state"))
         blind = "the same error on a majority of a shard's copies; with 2 copies nobody is named"
+        if self._partly_alone:
+            blind += "; shards with a single owner"
         how = "bitwise vote over the copies of each shard"
         rows = (("weights", how), ("optimizer_state", how), ("reduction", f"{how} of the reduced gradients"))
         return tuple(Coverage(site=s, check=self.name, how=how, when=when, blind=blind) for s, how in rows)
@@ -181,11 +195,11 @@ class Replicas:
         """
         found: dict[str, str | None] = {}
         for site, table in self._tables.items():
-            if self._exchange is not None:  # one rank's shards say nothing of the others'
+            if any(copies is not None for copies in table.copies):  # one rank's shards say nothing of the others'
                 continue
             order = sorted(range(len(table.names)), key=table.names.__getitem__)
             names = tuple(table.names[i] for i in order)
-            ordered = _Table(names=names, rows=table.rows[order], copies=(None,) * len(names))
+            ordered = _Table(names=names, called=names, rows=table.rows[order], copies=(None,) * len(names))
             found[site] = f"{int(ordered.digest()):016x}" if order else None
         return found
 
@@ -199,7 +213,7 @@ class Replicas:
         if rows is None:
             return int(_table(weights).digest()) & _MASK
         names = tuple(e.name for e in weights)
-        return int(_Table(names=names, rows=rows, copies=(None,) * len(names)).digest()) & _MASK
+        return int(_Table(names=names, called=names, rows=rows, copies=(None,) * len(names)).digest()) & _MASK
 
     def fill(self) -> tuple[dict[str, bool], dict[str, int]]:
         digests = {"counters": _number(repr(sorted(self._values.items())))}
@@ -220,7 +234,7 @@ class Replicas:
         return self._values, {
             site: {
                 (name, copies or ()): row
-                for name, copies, row in zip(table.names, table.copies, table.rows.tolist(), strict=True)
+                for name, copies, row in zip(table.called, table.copies, table.rows.tolist(), strict=True)
             }
             for site, table in self._tables.items()
         }
@@ -253,10 +267,20 @@ class Replicas:
         return
 
 
+def _with_single_owner(site: str) -> Coverage:
+    blind = "every shard has a single owner: no rank holds a second copy of it, so nothing at rest is compared"
+    return Coverage(site=site, check="-", how="", when="", blind=blind)
+
+
 def _table(entries: list[Entry]) -> _Table:
     names = tuple(entry.name for entry in entries)
-    rows = sums_many([e.tensor for e in entries]) if entries else torch.zeros(0, 2, dtype=torch.int64)
-    return _Table(names=names, rows=rows, copies=tuple(entry.copies for entry in entries))
+    rows = sums_of_gradients([e.tensor for e in entries]) if entries else torch.zeros(0, 2, dtype=torch.int64)
+    return _Table(
+        names=names,
+        called=tuple(entry.called or entry.name for entry in entries),
+        rows=rows,
+        copies=tuple(entry.copies for entry in entries),
+    )
 
 
 def _number(text: str) -> int:

@@ -25,6 +25,7 @@ from unsilent.agreement import Agreed, Declaration
 from unsilent.checks.protocol import Coverage, Moment
 from unsilent.checks.update_rules import PRESETS, RULES, Alarm, Observation, Watch, default_sensitivity
 from unsilent.errors import UsageError
+from unsilent.fingerprints import elements
 from unsilent.records import Site, SpikeEvidence
 from unsilent.reduction import Bucket
 
@@ -239,12 +240,13 @@ class Update:
     def _measure(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """The norm of each local gradient, on its device; and a copy of those whose update is to be made."""
         if gradients:
-            tensors = list(gradients.values())
+            tensors = [elements(gradient) for gradient in gradients.values()]
             short = all(t.dtype in _SHORT for t in tensors)  # their norm would overflow in their own type
             norms = torch._foreach_norm(tensors, dtype=torch.float32 if short else None)
             self._norms.update(zip(gradients, norms, strict=True))
         if self._moments:
-            self._copies.update({id(p): gradients[id(p)].detach().clone() for _, p in self._turn if id(p) in gradients})
+            here = {id(p) for _, p in self._turn if id(p) in gradients and not gradients[id(p)].is_sparse}
+            self._copies.update({key: gradients[key].detach().clone() for key in here})
 
     def _read(self) -> torch.Tensor:
         """All numbers of this step in one tensor, fp64, on the device: norms of all, then the updates' RMS of a turn."""

@@ -2,5 +2,8 @@
 
 from unsilent.fingerprints.compute import combine, sums, sums_many, sums_of_shard
 from unsilent.fingerprints.record import Fingerprint, fingerprint
+from unsilent.fingerprints.sparse import elements, sums_of_gradients
 
-__all__ = ["Fingerprint", "combine", "fingerprint", "sums", "sums_many", "sums_of_shard"]
+__all__ = [
+    "Fingerprint", "combine", "elements", "fingerprint", "sums", "sums_many", "sums_of_gradients", "sums_of_shard",
+]  # fmt: skip

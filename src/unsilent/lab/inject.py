@@ -195,6 +195,11 @@ class Injector:
             if site == "optimizer":
                 self._watch_update()
             if site == "gradient":
+                if is_distributed(self._parameter):
+                    raise UsageError(
+                        f"parameter {target!r} is sharded, and its gradient passes no hook: put the fault into the backward "
+                        "of its module"
+                    )
                 if not self._parameter.requires_grad:
                     raise UsageError(f"parameter {target!r} is frozen: it has no gradient to corrupt")
                 self._closers.append(self._parameter.register_hook(self._on_gradient).remove)
@@ -284,7 +289,7 @@ class Injector:
 
     def _wrap_fingerprints(self) -> None:
         """Wrong digests: the sums that a vote takes are corrupted on this rank before anybody compares them."""
-        original = replicas.sums_many
+        original = replicas.sums_of_gradients
 
         def sums_and_err(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             rows = original(tensors)
@@ -294,10 +299,10 @@ class Injector:
             return rows
 
         def restore() -> None:
-            if replicas.sums_many is sums_and_err:
-                replicas.sums_many = original
+            if replicas.sums_of_gradients is sums_and_err:
+                replicas.sums_of_gradients = original
 
-        replicas.sums_many = sums_and_err
+        replicas.sums_of_gradients = sums_and_err
         self._closers.append(restore)
 
     def _state(self) -> torch.Tensor:

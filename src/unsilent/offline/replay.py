@@ -163,7 +163,7 @@ def _rerun(bundle: Bundle, model: nn.Module, loss_fn: LossFunction, device: torc
         model, loss_fn, scale_loss=_scaler(bundle.loss_scale, device), scale=bundle.scale, written=written
     )
     readings = [replayer.run(work, kernels=Kernels(bundle.kernels)).reading for _ in range(RERUNS)]
-    return [_comparable(reading, bundle.strength) for reading in readings]
+    return [_comparable(reading, bundle) for reading in readings]
 
 
 def _scaler(scale: float | None, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -177,10 +177,12 @@ def _scaler(scale: float | None, device: torch.device) -> Callable[[torch.Tensor
 def _recorded(bundle: Bundle) -> Reading | None:
     if bundle.reading is None:
         return None
-    return _comparable(Reading(names=tuple(bundle.reading["names"]), rows=bundle.reading["rows"]), bundle.strength)
+    return _comparable(Reading(names=tuple(bundle.reading["names"]), rows=bundle.reading["rows"]), bundle)
 
 
-def _comparable(reading: Reading, strength: str) -> Reading:
+def _comparable(reading: Reading, bundle: Bundle) -> Reading:
     """On the host, and cut down to what the run's audits compared."""
-    keep = [i for i, n in enumerate(reading.names) if strength != Strength.LOSS_ONLY.value or n.startswith("loss")]
+    loss_only = bundle.strength == Strength.LOSS_ONLY.value
+    is_loss = [name.startswith("loss[") for name in reading.names]
+    keep = [i for i, loss in enumerate(is_loss) if (bundle.losses if loss else not loss_only)]
     return Reading(names=tuple(reading.names[i] for i in keep), rows=reading.rows.cpu()[keep])

@@ -8,17 +8,18 @@ Both end in the same all-reduce of the same buckets, so the bits are those of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from unsilent.fingerprints import elements
 from unsilent.recovery.share import Share
 from unsilent.reduction import Reduction
 from unsilent.replay import Execution as Run
 from unsilent.ring import Ring
 from unsilent.world import World
 
-_TAG_OK = 31
+_TAG_OK, _TAG_SPARSE = 31, 34
 
 
 def rebuild(
@@ -34,7 +35,8 @@ def rebuild(
     """Replace the shares, reduce again and write ``.grad``; the same call on all ranks.
 
     Args:
-        losses: this rank's losses of the step; overwritten in place when its share is replaced.
+        losses: this rank's losses of the step; overwritten in place when its share is replaced. Empty on all ranks where
+            a loop keeps its losses to itself.
         observe: sees each local buffer just before it is reduced again.
         only: the indices of the buckets to reduce again, where no share is replaced and the others are right; None for
             all.
@@ -114,6 +116,7 @@ class _Change:
 
 def square(tensor: torch.Tensor) -> float:
     """The squared norm, in double precision."""
+    tensor = elements(tensor)
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
@@ -147,17 +150,27 @@ def _hand_over(
     if world.rank == share.source:
         assert run is not None
         for bucket in reduction.buckets:
-            world.send(reduction.local(bucket.index, run.gradients), share.auditee)
-        world.send(torch.stack([loss.reshape(()) for loss in run.losses]), share.auditee)
+            part = reduction.local(bucket.index, run.gradients)
+            if part.is_sparse:  # nobody else knows how many indices it has
+                world.exchange([(share.auditee, part.cpu())], [], step=ring_step(ring), tag=_TAG_SPARSE)
+            else:
+                world.send(part, share.auditee)
+        if losses:
+            world.send(torch.stack([loss.reshape(()) for loss in run.losses]), share.auditee)
         for name in sorted(run.buffers):
             world.send(run.buffers[name], share.auditee)
     elif world.rank == share.auditee:
         for bucket in reduction.buckets:
-            world.receive(buffers[bucket.index], share.source)
-        right = torch.stack([loss.detach().reshape(()) for loss in losses])
-        world.receive(right, share.source)
-        for loss, value in zip(losses, right, strict=True):
-            loss.copy_(value)
+            buffer = buffers[bucket.index]
+            if buffer.is_sparse:
+                got = world.exchange([], [share.source], step=ring_step(ring), tag=_TAG_SPARSE)
+                buffer.copy_(got[share.source])
+            else:
+                world.receive(buffer, share.source)
+        if losses:
+            right = torch.stack([loss.detach().reshape(()) for loss in losses])
+            world.receive(right, share.source)
+            put_losses(losses, list(right))
         # The names travelled with the work, so both sides send and receive the same ones.
         written = {n: t.clone() for n, t in ring.works[world.rank].micro_batches[0].buffers.items()}
         for name in sorted(written):
@@ -167,9 +180,14 @@ def _hand_over(
 
 def _adopt(ring: Ring, run: Run, losses: list[torch.Tensor]) -> None:
     """This rank's own rerun takes the place of its live run."""
-    for loss, value in zip(losses, run.losses, strict=True):
-        loss.copy_(value)
+    put_losses(losses, run.losses)
     ring.replayer.write_buffers(run.buffers)
+
+
+def put_losses(losses: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Overwrite the step's losses in place; there are none where a loop keeps them to itself."""
+    for loss, value in zip(losses, values if losses else (), strict=True):
+        loss.copy_(value.reshape(loss.shape))
 
 
 def _write_directly(reduction: Reduction, run: Run | None, change: _Change) -> None:

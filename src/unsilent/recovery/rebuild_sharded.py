@@ -16,7 +16,7 @@ import torch
 
 from unsilent.attributes import Attributes
 from unsilent.determinism import Kernels
-from unsilent.recovery.rebuild import square
+from unsilent.recovery.rebuild import put_losses, square
 from unsilent.recovery.share import Share
 from unsilent.replay import Execution, Reading, Work
 from unsilent.ring import Ring
@@ -34,7 +34,7 @@ class Pass:
 
     Attributes:
         works: by rank, the work that this rank holds: its own, and that of those whom it stands in for.
-        substitutes: for each rank whose own gradients must not be used, who computes them.
+        substitutes: for each rank whose own gradients must not be used, who computes them; whole teams at a time.
         wanted: for each rank that is run again by somebody, the digest that must come out; None, also where it is
             missing, for any.
     """
@@ -78,7 +78,9 @@ def make_again(
             problem = problem or f"rank {mine}'s rerun of the work of rank {auditee} gave another value again"
         return made
 
-    for auditee, source in sorted(again.substitutes.items()):
+    for lead in sorted({world.teams.lead(rank) for rank in again.substitutes}):
+        auditee = world.teams.counterpart(mine, lead)
+        source = again.substitutes[auditee]
         handover = Handover(world, source=source, auditee=auditee)
         made = run(auditee if mine == source else mine, take=(handover,))
         if mine == source:
@@ -121,8 +123,7 @@ def rebuild_sharded(
     made, _ = make_again(world, replayer, again, digest_of=ring.audit.digest_of, observe=observe)
     if made is None:
         return None
-    for loss, value in zip(losses, made.losses, strict=True):
-        loss.copy_(value.reshape(loss.shape))
+    put_losses(losses, made.losses)
     replayer.write_buffers(made.buffers)
     torch.clear_autocast_cache()
     return _change(world, before, _gradients(replayer), again.works[world.rank].step)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from unsilent.fingerprints import sums_many
-from unsilent.inventory import Entry, Inventory
+from unsilent.inventory import Entry, Inventory, state_of
 
 #: what each parameter group says besides its parameters: learning rate, betas, ...
 Settings = tuple[dict[str, Any], ...]
@@ -81,7 +81,7 @@ def take(
         tensors=tensors,
         rows={name: rows[name] for name in tensors},
         settings=settings_of(optimizer),
-        plain={id(p): _plain(state) for p, state in optimizer.state.items()} if optimizer is not None else {},
+        plain={id(p): _plain(state) for p, state in state_of(optimizer).items()} if optimizer is not None else {},
         scaler=None if scaler is None else copy.deepcopy(scaler.state_dict()),
         scheduler=None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
     )
@@ -95,12 +95,13 @@ def restore(snapshot: Snapshot, inventory: Inventory, *, scaler: Any, scheduler:
                 entry.tensor.copy_(snapshot.tensors[entry.name])
     optimizer = inventory.optimizer
     if optimizer is not None:
-        for parameter in list(optimizer.state):
+        kept = state_of(optimizer)
+        for parameter in list(kept):
             had = snapshot.plain.get(id(parameter))
             if had is None:
-                del optimizer.state[parameter]
+                del kept[parameter]
                 continue
-            state = optimizer.state[parameter]
+            state = kept[parameter]
             for key in set(state) - set(had):
                 del state[key]
             state.update({key: copy.deepcopy(v) for key, v in had.items() if v is not _TENSOR})
