@@ -992,10 +992,14 @@ class Guard:
         off.append(_uncovered("rng", "generators differ between ranks by design and are not compared"))
         if self._sharded:
             if any(group.scatters for group in self._module_groups):
-                blind = "a wrong weight that an all-gather gives to all ranks alike; given to one of them its audit sees it"
+                blind = (
+                    "a wrong weight that an all-gather gives to all ranks alike; given to one of them its audit sees it"
+                )
                 off.append(_uncovered("weights", blind))
             if self._alone:
-                blind = "shards at rest: a certificate rests on audited steps, counters, and the way to the files and back"
+                blind = (
+                    "shards at rest: a certificate rests on audited steps, counters, and the way to the files and back"
+                )
                 off.append(_uncovered("checkpoint", blind))
             if self.config.audit.micro_batch == "rotating":
                 off.append(

@@ -124,4 +124,6 @@ class Inventory:
         return [*self.weights(), *self.buffers(), *self.optimizer_state()]
 
     def _entry(self, name: str, tensor: torch.Tensor, site: Site, *, alone: bool = False) -> Entry:
-        return Entry(name=name, tensor=local(tensor), site=site, copies=(dist.get_rank(),) if alone else self._copies(tensor, ""))
+        return Entry(
+            name=name, tensor=local(tensor), site=site, copies=(dist.get_rank(),) if alone else self._copies(tensor, "")
+        )

@@ -30,8 +30,8 @@ def reason_against(module: nn.Module) -> str:
         )
     if any(kind.__module__.startswith(_FP8) for kind in type(module).__mro__):
         return (
-            "computes in FP8, with scales from a history that its forward moves and keeps outside of buffers: use bf16 while "
-            "it is guarded"
+            "is made for FP8, whose scales come from a history that its forward moves and may keep outside of buffers, and no "
+            "guard has been run with one yet: use torch's own modules in bf16"
         )
     return ""
 

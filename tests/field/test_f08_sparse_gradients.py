@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import unsilent
 from tests.field.harness import EVERY_STEP, Case, assert_quiet, assert_stopped_before_update, run, train
@@ -17,6 +21,8 @@ from unsilent.checks.finite import Finite, FiniteConfig, extremes
 from unsilent.checks.update import UpdateConfig
 from unsilent.fingerprints import elements, sums_of_gradients
 from unsilent.inventory import Inventory
+from unsilent.lab.faults import Fault
+from unsilent.lab.inject import Injector
 from unsilent.records import Kind
 
 LARGE = 6e4  # finite in fp16, and twice it is not
@@ -208,6 +214,50 @@ class Only(nn.Module):
 
 def adam(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SparseAdam(list(parameters), 0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("micro_batch", ["all", "rotating"])
+def test_sums_over_micro_batches_are_audited_and_repaired(pool3, micro_batch) -> None:
+    plain, clean, hit = (pool3.results(_accumulate, micro_batch, *how) for how in ((False,), (True,), (True, True)))
+    for one, two, three in zip(plain, clean, hit, strict=True):
+        assert two[1] == [] and torch.equal(one[0], two[0])
+        assert three[1] == [(3, "REPAIR", [1])] and torch.equal(one[0], three[0])
+
+
+def _accumulate(rank: int, size: int, micro_batch: Any, guarded: bool, fault: bool = False) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Table())
+    optimizer = sgd(model.parameters())
+    found: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        guard, injector = None, None
+        if guarded:
+            config = unsilent.GuardConfig(
+                node=f"node{rank}", audit_every=4, replicas_every=2, audit=unsilent.AuditConfig(micro_batch=micro_batch)
+            )
+            guard = stack.enter_context(unsilent.Guard(model, optimizer, squared, config=config))
+        if fault:
+            wrong = Fault(site="forward", target="table", pattern="scale", factor=3.0, rank=1, step=3)
+            injector = Injector(model.module, optimizer, wrong, rank=rank, world_size=size,
+                                replaying=lambda: guard.replayer.running)  # fmt: skip
+        for step in range(STEPS):
+            if injector is not None:
+                injector.begin_step(step)
+            parts = [ids(step + part, rank) for part in range(3, 5)]
+            if guard is not None:
+                outcome = guard.step(micro_batches=parts)
+                if outcome.verdict is not None:
+                    found.append((step, outcome.action.value, [s.rank for s in outcome.verdict.suspects]))
+                continue
+            optimizer.zero_grad(set_to_none=True)
+            with model.no_sync():
+                (squared(model, parts[0]) / 2).backward()
+            (squared(model, parts[1]) / 2).backward()
+            optimizer.step()
+        if injector is not None:
+            injector.close()
+    return model.module.table.weight.detach().clone(), found
 
 
 def test_under_fsdp2_they_are_refused(pool3) -> None:

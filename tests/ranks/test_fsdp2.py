@@ -159,11 +159,11 @@ BACKWARD = {"site": "backward", "target": "blocks.1.up", "pattern": "relative", 
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_clean_run_is_quiet_and_changes_no_bit(
-    pool: RankPool, tmp_path: Path, policy: str, reshard: bool, parts: int
-) -> None:
+    pool3: RankPool, tmp_path: Path, policy: str, reshard: bool, parts: int
+) -> None:  # at 4 ranks: test_matrix.py
     options = {"policy": policy, "reshard": reshard, "parts": parts}
-    plain = pool.results(partial(train, **options), None)
-    guarded = pool.results(partial(train, **options), str(tmp_path))
+    plain = pool3.results(partial(train, **options), None)
+    guarded = pool3.results(partial(train, **options), str(tmp_path))
     for one, other in zip(plain, guarded, strict=True):
         assert other["said"] == []
         assert same(one["bits"], other["bits"])

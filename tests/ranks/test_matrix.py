@@ -68,8 +68,9 @@ def uncovered(answers: list[dict[str, Any]], site: str) -> str:
     return " | ".join(row.blind for row in answers[0]["coverage"] if row.site == site)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", [*WAYS, *MORE])
+@pytest.mark.parametrize(
+    ("way", "dtype"), [*((way, d) for way in WAYS for d in DTYPES), *((way, "fp32") for way in MORE)]
+)
 def test_a_clean_run_is_quiet_and_changes_no_bit(
     pool4: RankPool, plain: Plain, tmp_path: Path, way: str, dtype: str
 ) -> None:
@@ -106,7 +107,7 @@ def test_a_device_that_always_errs_is_named(
     pool4: RankPool, plain: Plain, tmp_path: Path, way: str, dtype: str
 ) -> None:
     guarded = pool4.results(train, way, dtype, str(tmp_path), STUCK)
-    assert [(step, kind, who) for step, kind, _, _, who in said(guarded)] == [(s, "PERSISTENT", [1]) for s in (3, 4, 5)]
+    assert [(step, kind, who) for step, kind, _, _, who in said(guarded)] == [(s, "PERSISTENT", [1]) for s in (3, 4)]
     assert same(plain(pool4, way, dtype), guarded)
 
 
@@ -131,7 +132,7 @@ def pool6() -> Iterator[RankPool]:
 @pytest.mark.parametrize("way", TEAMS)
 def test_with_three_teams_the_one_rank_is_named(pool6: RankPool, plain: Plain, tmp_path: Path, way: str) -> None:
     guarded = pool6.results(train, way, "fp32", str(tmp_path), STUCK)
-    assert [(step, kind, who) for step, kind, _, _, who in said(guarded)] == [(s, "PERSISTENT", [1]) for s in (3, 4, 5)]
+    assert [(step, kind, who) for step, kind, _, _, who in said(guarded)] == [(s, "PERSISTENT", [1]) for s in (3, 4)]
     assert "rank 1 was the first of them to differ, at blocks.1.down (forward)" in guarded[0]["reasons"][0]
     assert same(plain(pool6, way, "fp32"), guarded)
 

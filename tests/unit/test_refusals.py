@@ -124,4 +124,4 @@ def test_what_is_compiled_otherwise_is_taken(options: Any) -> None:
 def test_fp8(library: str) -> None:
     layer = type("Linear", (nn.Linear,), {"__module__": library})(2, 2)
     said = refused(nn.Sequential(layer))
-    assert "module 0 computes in FP8" in said and "use bf16" in said
+    assert "module 0 is made for FP8" in said and "in bf16" in said
