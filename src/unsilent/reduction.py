@@ -368,7 +368,7 @@ def check_supported(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
 
     Raises:
         UsageError: FSDP1, DTensor parameters outside of FSDP2, sparse embeddings under FSDP2, SyncBatchNorm, captured CUDA
-            graphs, autotuning, FP8, a compiled DDP wrapper, several optimizers or one that runs the model itself.
+            graphs, autotuning, FP8, a compiled DDP wrapper, an optimizer in backward, several optimizers or one that runs the model itself.
     """
     _, inner = unwrap(model)
     several: Any = optimizer
@@ -399,10 +399,10 @@ def check_supported(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
             "leave overlap_with_ddp out"
         )
     for name, parameter in inner.named_parameters():
-        if sharded and parameter._post_accumulate_grad_hooks:
+        if parameter._post_accumulate_grad_hooks or hasattr(parameter, "_in_backward_optimizers"):
             raise UsageError(
                 f"{name} has a hook that runs once its gradient is there (register_post_accumulate_grad_hook, an optimizer in "
-                "backward), which a repair of a sharded model could not run again: take it off"
+                "backward): a wrong gradient would be used before a check could stop it; take it off (register_hook may stay)"
             )
         if is_distributed(parameter) and id(parameter) not in sharded:
             raise UsageError(

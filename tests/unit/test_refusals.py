@@ -27,6 +27,12 @@ def refused(model: nn.Module, optimizer: Any = torch.optim.SGD) -> str:
     return str(error.value)
 
 
+def test_an_optimizer_in_backward() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.register_post_accumulate_grad_hook(lambda p: None)
+    assert "bias has a hook that runs once its gradient is there" in refused(model)
+
+
 def test_updates_inside_of_backward() -> None:
     assert "leave overlap_with_ddp out" in refused(nn.Linear(2, 2), ZeroRedundancyOptimizer)
 
