@@ -56,6 +56,7 @@ from unsilent.judge import judge_counters
 from unsilent.layout import Layout, Relations, check_layout, layout_of
 from unsilent.lifeline import HeldSignal, close_at_exit, tell_at_end, together
 from unsilent.localize import team_ring
+from unsilent.optimizers import joined, joined_schedulers, parts_of, step_scaled
 from unsilent.records import Action, CounterEvidence, Site, Verdict
 from unsilent.recovery.rollback import Rollback
 from unsilent.recovery.rollback_sharded import ShardedRollback
@@ -100,11 +101,12 @@ class Guard:
 
     Args:
         model: a plain module, a ``DistributedDataParallel``, or a module under ``fully_shard`` (FSDP2, HSDP).
-        optimizer: over the model's parameters.
+        optimizer: over the model's parameters; several, each over some of them, step in the order of the list.
         loss_fn: ``loss_fn(model, batch) -> loss``, a scalar; autocast belongs inside it. Replays call it with the
             module under the DDP wrapper.
-        scaler, scheduler: stepped after the optimizer, as usual.
-        clip_norm: clip the gradient's norm to this before the update.
+        scaler, scheduler: stepped after the optimizer, as usual; several schedulers as a list.
+        clip_norm: clip the gradient's norm to this before the update. With a scaler and several optimizers an overflow anywhere
+            then leaves out all of them, not only the one that it is in: a norm that is not finite spoils all gradients.
         layout: which ranks compute one batch together (pipeline, context, expert parallelism), where the model does not tell.
             With a pipeline ``loss_fn(stage, batch)`` runs a whole schedule and returns a loss without a graph.
 
@@ -115,15 +117,16 @@ class Guard:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loss_fn: Callable[[Any, Any], torch.Tensor],
         *,
         scaler: torch.amp.GradScaler | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_scheduler.LRScheduler] | None = None,
         clip_norm: float | None = None,
         layout: Layout | None = None,
         config: GuardConfig | None = None,
     ) -> None:
+        optimizer, scheduler = joined(optimizer), joined_schedulers(scheduler)
         check_supported(model, optimizer)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.scaler, self.scheduler, self.clip_norm = scaler, scheduler, clip_norm
@@ -442,7 +445,7 @@ class Guard:
             raise UsageError("clip_norm was given to a guard that makes no update (guard.watch): clip after the block")
         if self._loop is None:
             reduces = self.reduction.reduces
-            self._loop = Loop(self.model, self.optimizer, reduces=reduces, updated=weakly(self._updated))
+            self._loop = Loop(self.model, parts_of(self.optimizer), reduces=reduces, updated=weakly(self._updated))
             self._taken.callback(self._loop.close)
             self._observers.append(self._loop)
             self.audit.compares_losses = False
@@ -612,7 +615,9 @@ class Guard:
             if self.clip_norm is not None:
                 self.scaler.unscale_(self.optimizer)
                 nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip_norm)
-            self.scaler.step(self.optimizer)
+                self.scaler.step(self.optimizer)  # all or none: an overflow is in the norm, and so in all gradients
+            else:
+                step_scaled(self.scaler, self.optimizer)
             self.scaler.update()
         else:
             if self.clip_norm is not None and norm is not None:  # what ``clip_grad_norm_`` does with the norm it takes

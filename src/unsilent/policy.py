@@ -85,6 +85,14 @@ def _in_act_mode(verdict: Verdict, situation: Situation) -> Decision:
                 Action.ROLLBACK,
                 "nobody can tell which copy is right: back to the state that all agreed on, and the steps since are run again",
             )
+        if situation.even_copies and verdict.site is Site.REDUCTION:
+            left = situation.recomputes_left
+            if left > 0:
+                return _take(
+                    Action.RECOMPUTE,
+                    f"nobody can tell which copy of the reduced gradient is right: all is computed again ({left} left)",
+                )
+            return _take(Action.STOP, "copies of the reduced gradient differ, and no recomputation is left")
         return _take(Action.CONTINUE, "nobody can tell the right value; the check is degraded, the step not certified")
 
     if verdict.kind is Kind.SOFTWARE:

@@ -368,15 +368,9 @@ def check_supported(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
 
     Raises:
         UsageError: FSDP1, DTensor parameters outside of FSDP2, sparse embeddings under FSDP2, SyncBatchNorm, captured CUDA
-            graphs, autotuning, FP8, a compiled DDP wrapper, an optimizer in backward, several optimizers or one that runs the model itself.
+            graphs, autotuning, FP8, a compiled DDP wrapper, an optimizer in backward or one that runs the model itself.
     """
     _, inner = unwrap(model)
-    several: Any = optimizer
-    if isinstance(several, (list, tuple, dict)):
-        raise UsageError(
-            "the guard takes one optimizer, and was given several: give all parameters to one, in parameter groups with options "
-            "of their own; two kinds of optimizer in one run are not guarded yet"
-        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "LBFGS runs the model several times inside of its step, where no check could stop a wrong value: use an optimizer "

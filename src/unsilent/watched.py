@@ -7,7 +7,7 @@ are cleared, then comes a block for each micro-batch, then one update. Whatever 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,7 @@ class Loop:
 
     Args:
         model: what is trained, with its wrapper.
+        optimizers: each steps once in an update, in any order; one that the loop leaves out in a step waits for the next.
         reduces: whether gradients are reduced over ranks at all.
         updated: called when a step is over, with its moment and whether no update was made.
 
@@ -53,7 +54,7 @@ class Loop:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         *,
         reduces: bool,
         updated: Callable[[Moment, bool], None],
@@ -64,12 +65,15 @@ class Loop:
         self._inside = False
         self._reduced = False  # a gradient was reduced in this block
         self._checked: Moment | None = None  # the step that was looked at, and whose update is to come
+        self._optimizers = len(optimizers)
+        self._stepped: set[int] = set()  # the optimizers that have made their part of this update
         self._hooks = ExitStack()
-        self._hooks.callback(optimizer.register_step_pre_hook(weakly(self._before_update)).remove)
-        self._hooks.callback(optimizer.register_step_post_hook(weakly(self._after_update)).remove)
+        for optimizer in optimizers:
+            self._hooks.callback(optimizer.register_step_pre_hook(weakly(self._before_update)).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(weakly(self._after_update)).remove)
 
     def close(self) -> None:
-        """Give the optimizer's hooks back."""
+        """Give the optimizers' hooks back."""
         self._hooks.close()
 
     def before_reduction(self, bucket: Bucket) -> None:
@@ -110,11 +114,12 @@ class Loop:
                 f"{before} was called inside a block of guard.watch: it belongs after the update that follows"
             )
         if self._checked is not None:
-            self._over(skipped=True)
+            self._over(skipped=not self._stepped)
 
     def begin_anew(self) -> None:
         """Nothing that was under way goes on."""
         self.begun = self._checked = None
+        self._stepped.clear()
 
     def coverage(self) -> tuple[Coverage, ...]:
         """What is not looked at since the loop owns its step."""
@@ -168,16 +173,20 @@ class Loop:
 
     def _before_update(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if self._inside or (self._checked is None and closure is None):  # a closure may hold the block
+        again = id(optimizer) in self._stepped
+        if self._inside or again or (self._checked is None and closure is None):  # a closure may hold the block
             raise _unseen("is about to be made" if not self._inside else "was asked for inside the block")
 
     def _after_update(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checked is None:
             raise _unseen("was made")
-        self._over(skipped=False)
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == self._optimizers:
+            self._over(skipped=False)
 
     def _over(self, *, skipped: bool) -> None:
         moment, self._checked = self._checked, None
+        self._stepped.clear()
         assert moment is not None
         self._updated(moment, skipped)
 

@@ -323,7 +323,7 @@ def test_hsdp_replicas_that_were_made_with_seeds_of_their_own_are_found_before_t
         assert "not synchronised" in answer.text
 
 
-# ---- what an all-gather gives ------------------------------------------------------------------------------------------
+# ---- what collectives give -------------------------------------------------------------------------------------------
 
 
 class WrongOnce(DefaultAllGather):
@@ -373,3 +373,43 @@ def test_a_wrong_weight_that_an_all_gather_delivers_to_one_rank_is_found_by_its_
         assert other["said"] == [(3, "TRANSIENT", "REPAIR", [1])]
         assert same(one["bits"], other["bits"])
         assert any("all-gather" in text and "alike" in text for text in other["told"])
+
+
+def reduce_wrongly(rank: int, size: int, directory: str | None) -> dict[str, Any]:
+    """HSDP, whose all-reduce over replicas delivers one wrong value to rank 2."""
+    model = build(mesh_of(size, 2), "fp32", True)
+    armed: list[bool] = [False]
+
+    def after_the_all_reduce(reduced: torch.Tensor) -> None:
+        if armed[0]:
+            armed[0] = False
+            reduced[3] += 1.0
+
+    for module in (*model.blocks, model):
+        module.set_all_reduce_hook(after_the_all_reduce)  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(7 + rank)
+    said: list[tuple[int, str, str, str, list[int | None]]] = []
+    if directory is None:
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            loss_fn(model, batch(rank, step)).backward()
+            optimizer.step()
+        return {"bits": bits(model), "said": said}
+    config = GuardConfig(directory=directory, node=f"node-{rank}", audit_every=2, replicas_every=1, timeout_s=10.0)
+    with Guard(model, optimizer, loss_fn, config=config) as guard:
+        for step in range(STEPS):
+            armed[0] = rank == 2 and step == 4  # an audit would not see it: it compares what goes into the reduction
+            outcome = guard.step(batch(rank, step))
+            assert not armed[0]
+            if (verdict := outcome.verdict) is not None:
+                suspects = sorted(s.rank for s in verdict.suspects)
+                said.append((step, verdict.kind.value, verdict.site.value, outcome.action.value, suspects))
+    return {"bits": bits(model), "said": said}
+
+
+def test_hsdp_a_wrong_sum_that_one_of_two_replicas_gets_is_found_by_the_vote(pool4: RankPool, tmp_path: Path) -> None:
+    plain = pool4.results(reduce_wrongly, None)
+    for one, other in zip(plain, pool4.results(reduce_wrongly, str(tmp_path)), strict=True):
+        assert other["said"] == [(4, "INCONCLUSIVE", "reduction", "RECOMPUTE", [])]
+        assert same(one["bits"], other["bits"])

@@ -83,6 +83,9 @@ def decided(found: Verdict, **changes: Any) -> Decision:
         (verdict(I, Site.WEIGHTS), {"no_way_back": ""}, Action.CONTINUE),
         (verdict(I), {"even_copies": True, "no_way_back": ""}, Action.CONTINUE),
         (verdict(I, Site.WEIGHTS), {"even_copies": True, "no_way_back": "", "on_inconclusive": "stop"}, Action.STOP),
+        (verdict(I, Site.REDUCTION), {"even_copies": True, "recomputes_left": 1}, Action.RECOMPUTE),
+        (verdict(I, Site.REDUCTION), {"even_copies": True, "recomputes_left": 0}, Action.STOP),
+        (verdict(I, Site.REDUCTION), {"recomputes_left": 1}, Action.CONTINUE),
     ],
 )
 def test_act_mode(found: Verdict, changes: dict[str, Any], action: Action) -> None:
