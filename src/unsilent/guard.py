@@ -126,10 +126,9 @@ class Guard:
         layout: Layout | None = None,
         config: GuardConfig | None = None,
     ) -> None:
-        optimizer, scheduler = joined(optimizer), joined_schedulers(scheduler)
-        check_supported(model, optimizer)
-        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self.scaler, self.scheduler, self.clip_norm = scaler, scheduler, clip_norm
+        self.optimizer, self.scheduler = joined(optimizer), joined_schedulers(scheduler)
+        check_supported(model, self.optimizer)
+        self.model, self.loss_fn, self.scaler, self.clip_norm = model, loss_fn, scaler, clip_norm
         self.config = config or GuardConfig()
         self.steps = 0  # updates completed
         self.last_due: frozenset[str] = frozenset()  # the scheduled checks that the last step ran
@@ -140,7 +139,7 @@ class Guard:
         self._taken = contextlib.ExitStack()  # hooks, handlers and files, given back in detach()
         self._made_during = id(sys.exc_info()[1])  # what was being handled already when this guard was made
         ddp, self.inner = unwrap(model)
-        self._sharded, self._partitioned = is_sharded(model), is_partitioned(optimizer)
+        self._sharded, self._partitioned = is_sharded(model), is_partitioned(self.optimizer)
         for module in fsdp_modules(model):
             module.reshard()  # what an evaluation has gathered before
         parameters = [p for p in self.inner.parameters() if p.requires_grad]
@@ -149,7 +148,7 @@ class Guard:
         self._check_names()
         self.inventory = Inventory(
             self.inner,
-            optimizer,
+            self.optimizer,
             replicated_buffers=frozenset(self.config.replicated_buffers),
             copies=lambda tensor, name: self.relations.copies(tensor, name),
             called=lambda name: self.relations.called(name),

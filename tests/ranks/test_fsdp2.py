@@ -1,4 +1,7 @@
-"""FSDP2 and HSDP: a guarded run is the unguarded one bit for bit, and a fault names its true producer and is repaired."""
+"""FSDP2 and HSDP: a guarded run is the unguarded one bit for bit, and a fault names its true producer and is repaired.
+
+What ``test_matrix.py`` does with them at 4 ranks is done here at 3, and what is particular to them at both.
+"""
 
 from __future__ import annotations
 
@@ -172,10 +175,10 @@ def test_a_clean_run_is_quiet_and_changes_no_bit(
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 @pytest.mark.parametrize("fault", [FORWARD, BACKWARD], ids=["forward", "backward"])
 def test_one_wrong_value_names_its_producer_and_ends_bit_identical(
-    pool: RankPool, tmp_path: Path, policy: str, fault: dict[str, Any]
+    pool3: RankPool, tmp_path: Path, policy: str, fault: dict[str, Any]
 ) -> None:
-    plain = pool.results(partial(train, policy=policy), None)
-    guarded = pool.results(partial(train, policy=policy), str(tmp_path), {**fault, "rank": 2, "step": 3})
+    plain = pool3.results(partial(train, policy=policy), None)
+    guarded = pool3.results(partial(train, policy=policy), str(tmp_path), {**fault, "rank": 2, "step": 3})
     assert guarded[2]["fired"]
     for one, other in zip(plain, guarded, strict=True):
         assert other["said"] == [(3, "TRANSIENT", "gradient", "REPAIR", [2])]
@@ -186,9 +189,9 @@ STUCK = {"site": "forward", "target": "blocks.1.up", "pattern": "stuck_lane"}
 WEIGHT = {"site": "weight", "target": "blocks.1.up.weight", "pattern": "bit_flip", "bit": 20}
 
 
-def test_a_device_that_always_errs_is_named_and_every_step_of_it_is_put_right(pool: RankPool, tmp_path: Path) -> None:
-    plain = pool.results(train, None)
-    guarded = pool.results(train, str(tmp_path), {**STUCK, "rank": 1, "from_step": 3})
+def test_a_device_that_always_errs_is_named_and_every_step_of_it_is_put_right(pool3: RankPool, tmp_path: Path) -> None:
+    plain = pool3.results(train, None)
+    guarded = pool3.results(train, str(tmp_path), {**STUCK, "rank": 1, "from_step": 3})
     for one, other in zip(plain, guarded, strict=True):
         # Step 2 was not audited, so the way back to the last vote is taken once; from then on every step is audited.
         assert other["said"] == [
@@ -263,37 +266,6 @@ def test_hsdp_a_clean_run_is_quiet_and_changes_no_bit(pool4: RankPool, tmp_path:
         assert same(one["bits"], other["bits"])
 
 
-@pytest.mark.parametrize("fault", [FORWARD, BACKWARD], ids=["forward", "backward"])
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
-def test_hsdp_names_the_producer_of_one_wrong_value(
-    pool4: RankPool, tmp_path: Path, fault: dict[str, Any], policy: str
-) -> None:
-    plain = pool4.results(partial(hsdp, policy=policy), None)
-    guarded = pool4.results(partial(hsdp, policy=policy), str(tmp_path), {**fault, "rank": 2, "step": 3})
-    for one, other in zip(plain, guarded, strict=True):
-        assert other["said"] == [(3, "TRANSIENT", "gradient", "REPAIR", [2])]
-        assert same(one["bits"], other["bits"])
-
-
-def test_hsdp_a_device_that_always_errs(pool4: RankPool, tmp_path: Path) -> None:
-    plain = pool4.results(hsdp, None)
-    guarded = pool4.results(hsdp, str(tmp_path), {**STUCK, "rank": 1, "from_step": 3})
-    for one, other in zip(plain, guarded, strict=True):
-        assert [(step, kind, who) for step, kind, _, _, who in other["said"]] == [
-            (step, "PERSISTENT", [1]) for step in (3, 4, 5)
-        ]
-        assert same(one["bits"], other["bits"])
-
-
-def test_hsdp_a_wrong_weight_of_two_copies_blames_nobody_and_goes_back(pool4: RankPool, tmp_path: Path) -> None:
-    plain = pool4.results(hsdp, None)
-    guarded = pool4.results(partial(hsdp, replicas_every=1), str(tmp_path), {**WEIGHT, "rank": 2, "step": 3})
-    assert guarded[2]["fired"]
-    for one, other in zip(plain, guarded, strict=True):
-        assert other["said"] == [(4, "INCONCLUSIVE", "weights", "ROLLBACK", [])]
-        assert same(one["bits"], other["bits"])
-
-
 def test_hsdp_a_nan_that_a_wrong_weight_makes_blames_no_healthy_rank(pool4: RankPool, tmp_path: Path) -> None:
     """Both ranks of its replica compute with it, in a step without audit and vote: the pairs of the audit that the NaN asks
     for hold unlike weights, so a vote comes first."""
@@ -304,14 +276,6 @@ def test_hsdp_a_nan_that_a_wrong_weight_makes_blames_no_healthy_rank(pool4: Rank
     for one, other in zip(plain, guarded, strict=True):
         assert other["said"] == [(4, "INCONCLUSIVE", "weights", "ROLLBACK", [])]
         assert same(one["bits"], other["bits"])
-
-
-def test_a_wrong_weight_with_a_single_owner_is_not_seen_and_coverage_says_so(pool: RankPool, tmp_path: Path) -> None:
-    guarded = pool.results(partial(train, replicas_every=1), str(tmp_path), {**WEIGHT, "rank": 1, "step": 3})
-    assert guarded[1]["fired"]
-    assert all(one["said"] == [] for one in guarded)
-    told = [row for row in guarded[0]["coverage"] if row.site == "weights" and not row.how]
-    assert any("single owner" in row.blind for row in told)
 
 
 def test_hsdp_replicas_that_were_made_with_seeds_of_their_own_are_found_before_the_first_update(

@@ -57,9 +57,9 @@ def bundles_with_work(out: Path) -> list[Path]:
 # ---- replay ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_transient_does_not_come_out_again(pool: RankPool, tmp_path: Path) -> None:
+def test_a_transient_does_not_come_out_again(pool3: RankPool, tmp_path: Path) -> None:
     """Dropout, batch norm, two micro-batches and a loss scaler: all of that is in the bundle."""
-    results = pool.results(offline_job.train, tmp_path, offline_job.ONCE, timeout=PATIENCE)
+    results = pool3.results(offline_job.train, tmp_path, offline_job.ONCE, timeout=PATIENCE)
     assert results[0] == (["2 TRANSIENT REPAIR"], 0) and results[2][1] == 1
     (first, *_) = bundles_with_work(tmp_path)
     code, record = command("replay", first, "--entry", "tests.ranks.offline_job:make")
@@ -69,8 +69,8 @@ def test_a_transient_does_not_come_out_again(pool: RankPool, tmp_path: Path) -> 
     assert recorded not in record["reruns"]
 
 
-def test_a_machine_with_the_same_defect_gives_the_recorded_value(pool: RankPool, tmp_path: Path) -> None:
-    pool.results(offline_job.train, tmp_path, offline_job.STUCK, timeout=PATIENCE)
+def test_a_machine_with_the_same_defect_gives_the_recorded_value(pool4: RankPool, tmp_path: Path) -> None:
+    pool4.results(offline_job.train, tmp_path, offline_job.STUCK, timeout=PATIENCE)
     own = next(path for path in bundles_with_work(tmp_path) if read(path).auditee == 2 and read(path).reading)
     code, record = command("replay", own, "--entry", "tests.ranks.offline_job:make_sick")
     assert (code, record["outcome"]) == (10, "as recorded"), record

@@ -30,6 +30,7 @@ from unsilent.lab.pool import RankPool
 from unsilent.sharding import local
 
 STEPS = 8
+SAVED = 4
 OVERFLOWS = 4
 
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
@@ -37,7 +38,7 @@ MUON = partial(torch.optim.Muon, lr=1e-2)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 FORWARD = {"step": 3, "target": "blocks.1.up"}
-STUCK = {"pattern": "stuck_lane", "relative": None, "add": 0.01, "every": 4, "step": None, "from_step": 3, "rank": 2,
+STUCK = {"pattern": "stuck_lane", "relative": None, "add": 0.01, "every": 4, "step": None, "from_step": 4,
          "target": "blocks.1.up"}  # fmt: skip
 WEIGHT = {"site": "weight", "pattern": "bit_flip", "relative": None, "bit": 21, "target": "blocks.1.up.weight"}
 MOMENT = {
@@ -70,14 +71,17 @@ class Way:
 
     Attributes:
         first: what updates the matrices; ``ADAMW`` has the rest.
-        scale: of the loss, 0 for no scaler; not a power of two, so that another order of work gives other bits.
+        scaled: with a loss scaler; its scale is no power of two, so that another order of work gives other bits.
         watched: the loop owns its step.
-        load: a directory to load from, before the first step; ``save``: one to save to, after the fourth.
+        save: a directory to save to, once ``SAVED`` steps are done.
+        load: one to load from, before the first step.
+        resumes: a loop by hand makes all parts anew after ``SAVED`` steps: DDP's buckets, and with them the order of sums, are
+            those of a first step again.
     """
 
     first: Callable[[Any], torch.optim.Optimizer] = SGD
     sharded: bool = False
-    scale: float = 0.0
+    scaled: bool = False
     clip: float | None = None
     guarded: bool = True
     watched: bool = False
@@ -85,16 +89,26 @@ class Way:
     fault: dict[str, Any] = field(default_factory=dict[str, Any])
     save: str = ""
     load: str = ""
-    seed: int = 0
+    resumes: bool = False
 
 
-def run(rank: int, size: int, way: Way) -> dict[str, Any]:
-    with contextlib.redirect_stderr(io.StringIO()):
-        return _run(rank, size, way)
+@dataclass(kw_only=True)
+class Run:
+    """The parts of a loop on one rank."""
+
+    model: Any
+    inner: Model
+    optimizers: list[torch.optim.Optimizer]
+    schedulers: list[Any]
+    scaler: torch.amp.GradScaler | None
+    guard: Guard | None = None
+
+    def parts(self) -> list[Any]:
+        return [self.inner, *self.optimizers, *self.schedulers, *([] if self.scaler is None else [self.scaler])]
 
 
-def _run(rank: int, size: int, way: Way) -> dict[str, Any]:
-    torch.manual_seed(way.seed)
+def build(way: Way, rank: int, size: int, seed: int) -> Run:
+    torch.manual_seed(seed)
     inner = Model()
     model: Any = inner
     if way.sharded:
@@ -104,53 +118,69 @@ def _run(rank: int, size: int, way: Way) -> dict[str, Any]:
         fully_shard(inner, mesh=mesh)
     else:
         model = DistributedDataParallel(inner)
-    both = [
-        way.first([p for p in inner.parameters() if p.dim() == 2]),
-        ADAMW([p for p in inner.parameters() if p.dim() != 2]),
-    ]
-    schedulers = [StepLR(both[0], 2, gamma=0.5), ExponentialLR(both[1], 0.9)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=96.0, growth_interval=3) if way.scale else None
-    guard = injector = None
+    matrices, rest = ([p for p in inner.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+    both = [way.first(matrices), ADAMW(rest)]
+    run = Run(
+        model=model,
+        inner=inner,
+        optimizers=both,
+        schedulers=[StepLR(both[0], 2, gamma=0.5), ExponentialLR(both[1], 0.9)],
+        scaler=torch.amp.GradScaler("cpu", init_scale=96.0, growth_interval=3) if way.scaled else None,
+    )
     if way.guarded:
         options = {"audit_every": 2, "replicas_every": 2, "timeout_s": 20.0, **way.config}
-        guard = Guard(
-            model, both, loss_of, scaler=scaler, scheduler=schedulers, clip_norm=None if way.watched else way.clip,
+        run.guard = Guard(
+            model, both, loss_of, scaler=run.scaler, scheduler=run.schedulers, clip_norm=None if way.watched else way.clip,
             config=GuardConfig(node=f"node-{rank}", **options),
         )  # fmt: skip
+    return run
+
+
+def train(rank: int, size: int, way: Way) -> dict[str, Any]:
+    with contextlib.redirect_stderr(io.StringIO()):
+        return _train(rank, size, way)
+
+
+def _train(rank: int, size: int, way: Way) -> dict[str, Any]:
+    run = build(way, rank, size, seed=7 if way.load else 0)
+    guard, injector, begin, fired = run.guard, None, 0, 0
     torch.manual_seed(3 + rank)
-    begin = 0
     if guard is not None and way.load:
         begin = guard.load(way.load, certified=True)
     said: list[Any] = []
-    fired = 0
     for step in range(begin, STEPS):
-        if way.fault and guard is not None and injector is None and step >= 1:  # moments are there by now
+        if way.resumes and step == SAVED:
+            generator, old = torch.get_rng_state(), run
+            run = build(way, rank, size, seed=7)
+            for new, before in zip(run.parts(), old.parts(), strict=True):
+                new.load_state_dict(before.state_dict())
+            torch.set_rng_state(generator)
+        if way.fault and guard is not None and step == 1:  # moments are there by now
             injector = injector_of(guard, rank, size, **way.fault)
         if injector is not None:
             injector.begin_step(step)
-        overflows = scaler is not None and step == OVERFLOWS
-        part = {**batch(rank, step), "factor": 1e38 if overflows else 0.0}
+        part = {**batch(rank, step), "factor": 1e38 if way.scaled and step == OVERFLOWS else 0.0}
         if guard is not None and not way.watched:
-            said += heard(guard.step(part, saving=bool(way.save) and step == 3))
+            said += heard(guard.step(part, saving=bool(way.save) and step + 1 == SAVED))
         else:
-            said += _by_hand(way, guard, model, both, schedulers, scaler, part)
+            said += step_by_hand(way, run, part)
         if injector is not None:
             injector.after_update(step)
             fired = injector.fired
-        if guard is not None and way.save and step == 3:
+        if guard is not None and way.save and step + 1 == SAVED:
             assert guard.save(way.save) is not None
     if injector is not None:
         injector.close()
     if guard is not None:
         guard.close()
-    state = [v for part in both for s in part.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    counts = [[g["lr"] for part in both for g in part.param_groups], [s.last_epoch for s in schedulers]]
-    counts.append(scaler.state_dict() if scaler is not None else {})
+    groups = [(part, group) for part in run.optimizers for group in part.param_groups]
+    state = [v for part, group in groups for p in group["params"] for _, v in sorted(part.state[p].items())]
+    counts = [group["lr"] for _, group in groups], [scheduler.last_epoch for scheduler in run.schedulers]
     return {
-        "weights": [local(t).detach().clone() for t in (*inner.parameters(), *state)],
+        "weights": [local(t).detach().clone() for t in (*run.inner.parameters(), *state)],
         "buffers": [],
-        "counts": counts,
-        "steps": [int(s["step"]) for s in both[1].state.values()],
+        "counts": (*counts, {} if run.scaler is None else run.scaler.state_dict()),
+        "steps": [int(of_one["step"]) for of_one in run.optimizers[1].state.values()],
         "generator": torch.get_rng_state(),
         "said": said,
         "fired": fired,
@@ -158,26 +188,26 @@ def _run(rank: int, size: int, way: Way) -> dict[str, Any]:
     }
 
 
-def _by_hand(
-    way: Way, guard: Guard | None, model: Any, both: list[Any], schedulers: list[Any], scaler: Any, part: Any
-) -> list[Any]:
+def step_by_hand(way: Way, run: Run, part: Any) -> list[Any]:
     """The step as a loop writes it."""
-    for optimizer in both:
+    scaler = run.scaler
+    for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    with contextlib.nullcontext() if guard is None else guard.watch(part) as watched:
-        loss = loss_of(model, part)
+    with contextlib.nullcontext() if run.guard is None else run.guard.watch(part) as watched:
+        loss = loss_of(run.model, part)
         (loss if scaler is None else scaler.scale(loss)).backward()
     if way.clip is not None:
-        for optimizer in both if scaler is not None else ():
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), way.clip)
-    for optimizer in both:
-        optimizer.step() if scaler is None else scaler.step(optimizer)
+        nn.utils.clip_grad_norm_(run.model.parameters(), way.clip)
+    for optimizer in run.optimizers:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
     if scaler is not None:
         scaler.update()
-    for scheduler in schedulers:
+    for scheduler in run.schedulers:
         scheduler.step()
-    return [] if guard is None else heard(watched)
+    return [] if run.guard is None else heard(watched)
 
 
 def held(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -188,22 +218,22 @@ WAYS = {
     "DDP, SGD and AdamW": Way(),
     "DDP, Muon and AdamW": Way(first=MUON),
     "FSDP2, SGD and AdamW": Way(sharded=True),
-    "DDP, Muon and AdamW, scaler": Way(first=MUON, scale=96.0),
+    "DDP, Muon and AdamW, scaler": Way(first=MUON, scaled=True),
     "DDP, SGD and AdamW, clipped": Way(clip=0.1),
-    "FSDP2, SGD and AdamW, scaler": Way(sharded=True, scale=96.0),
+    "FSDP2, Muon and AdamW, scaler": Way(first=MUON, sharded=True, scaled=True),
 }
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_a_clean_run_is_quiet_and_one_wrong_value_is_repaired(pool3: RankPool, way: Way) -> None:
-    plain = pool3.results(run, _with(way, guarded=False))
-    clean = pool3.results(run, way)
-    hit = pool3.results(run, _with(way, fault=FORWARD))
+    plain = pool3.results(train, _with(way, guarded=False))
+    clean = pool3.results(train, way)
+    hit = pool3.results(train, _with(way, fault=FORWARD))
     assert [one["fired"] for one in hit] == [0, 1, 0]
     for one, two, three in zip(plain, clean, hit, strict=True):
         assert two["said"] == [] and held(one, two)
         assert three["said"] == [(3, "TRANSIENT", "REPAIR", [1])] and held(one, three)
-        if way.scale:  # the loop by hand has left out the one and not the other
+        if way.scaled:  # the loop by hand has left out the one and not the other
             assert set(one["steps"]) == {STEPS - 1}
 
 
@@ -212,7 +242,7 @@ def _with(way: Way, **changes: Any) -> Way:
 
 
 EVERY = {"replicas_every": 1}
-DDP, SHARDED = Way(first=MUON, scale=96.0), Way(sharded=True)
+DDP, SHARDED = Way(first=MUON, scaled=True), Way(sharded=True)
 CASES: dict[str, tuple[Way, list[Any]]] = {
     "HEAL, a weight of the first": (_with(DDP, config=EVERY, fault={**WEIGHT, "step": 3}), [(4, "HEAL", [1])]),
     "HEAL, a moment of the second": (_with(DDP, config=EVERY, fault={**MOMENT, "step": 3}), [(4, "HEAL", [1])]),
@@ -233,8 +263,8 @@ CASES: dict[str, tuple[Way, list[Any]]] = {
 def test_wrong_state_is_found_by_vote_and_after_it_the_run_has_the_bits_of_a_clean_one(
     pool3: RankPool, way: Way, done: list[Any]
 ) -> None:
-    plain = pool3.results(run, _with(way, guarded=False, fault={}))
-    for one, two in zip(plain, pool3.results(run, way), strict=True):
+    plain = pool3.results(train, _with(way, guarded=False, fault={}))
+    for one, two in zip(plain, pool3.results(train, way), strict=True):
         assert [(step, action, ranks) for step, _, action, ranks in two["said"]] == done
         assert held(one, two)
 
@@ -242,27 +272,30 @@ def test_wrong_state_is_found_by_vote_and_after_it_the_run_has_the_bits_of_a_cle
 @pytest.mark.parametrize("way", [Way(first=MUON), SHARDED], ids=["DDP", "FSDP2"])
 def test_what_a_bad_device_did_is_rolled_back(pool3: RankPool, way: Way) -> None:
     config = {"audit_every": 4, "replicas_every": 4}
-    plain = pool3.results(run, _with(way, guarded=False))
-    for one, two in zip(plain, pool3.results(run, _with(way, config=config, fault=STUCK)), strict=True):
-        assert next((step, action, ranks) for step, _, action, ranks in two["said"]) == (7, "ROLLBACK", [2])
+    plain = pool3.results(train, _with(way, guarded=False))
+    for one, two in zip(plain, pool3.results(train, _with(way, config=config, fault=STUCK)), strict=True):
+        assert next((step, action, ranks) for step, _, action, ranks in two["said"]) == (7, "ROLLBACK", [1])
         assert held(one, two)
 
 
 @pytest.mark.parametrize("way", [DDP, SHARDED], ids=["DDP", "FSDP2"])
 def test_a_certified_checkpoint_leads_on_with_the_same_bits(pool3: RankPool, tmp_path: Path, way: Way) -> None:
-    plain = pool3.results(run, _with(way, guarded=False))
-    saved = pool3.results(run, _with(way, save=str(tmp_path)))
-    loaded = pool3.results(run, _with(way, load=str(tmp_path), seed=7))
-    for one, two, three in zip(plain, saved, loaded, strict=True):
-        assert two["said"] == three["said"] == [] and three["begin"] == 4
-        assert held(one, two) and held(one, three)
+    plain = pool3.results(train, _with(way, guarded=False))
+    resumed = pool3.results(train, _with(way, guarded=False, resumes=True))
+    saved = pool3.results(train, _with(way, save=str(tmp_path)))
+    loaded = pool3.results(train, _with(way, load=str(tmp_path)))
+    for one, again, two, three in zip(plain, resumed, saved, loaded, strict=True):
+        assert two["said"] == three["said"] == [] and three["begin"] == SAVED
+        assert held(one, two) and held(again, three)
 
 
-@pytest.mark.parametrize("way", [Way(watched=True), Way(watched=True, first=MUON, scale=96.0)], ids=["plain", "scaler"])
+@pytest.mark.parametrize(
+    "way", [Way(watched=True), Way(watched=True, first=MUON, scaled=True)], ids=["plain", "scaler"]
+)
 def test_a_loop_that_owns_its_step_steps_each_of_them(pool3: RankPool, way: Way) -> None:
-    plain = pool3.results(run, _with(way, guarded=False))
-    clean = pool3.results(run, way)
-    hit = pool3.results(run, _with(way, fault=FORWARD))
+    plain = pool3.results(train, _with(way, guarded=False))
+    clean = pool3.results(train, way)
+    hit = pool3.results(train, _with(way, fault=FORWARD))
     for one, two, three in zip(plain, clean, hit, strict=True):
         assert two["said"] == [] and held(one, two)
         assert three["said"] == [(3, "TRANSIENT", "REPAIR", [1])] and held(one, three)
@@ -278,7 +311,6 @@ def _out_of_order(rank: int, size: int) -> tuple[list[str], int]:
     """Twice in one update; after the guard was asked for its state; before any block."""
     torch.manual_seed(0)
     inner = Model()
-    model = DistributedDataParallel(inner)
     one, other = SGD(inner.first.parameters()), ADAMW(inner.last.parameters())
     for block in inner.blocks:
         block.requires_grad_(False)

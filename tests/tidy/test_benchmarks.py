@@ -16,6 +16,7 @@ WRITES = {
     "overhead_bench": "overhead.json",
     "finite_bench": "finite.json",
     "recovery_bench": "recovery.json",
+    "sharded_bench": "sharded.json",
     "update_bench": "update-cost.json",
     "fingerprint_bench": "fingerprint.json",
     "false_alarms_bench": "false-alarms.json",
@@ -37,7 +38,7 @@ TESTED_ELSEWHERE = {"launch_repeat": "tests/ranks/test_launch.py runs the same l
 def test_it_runs_small(name: str, tmp_path: Path) -> None:
     if name in TESTED_ELSEWHERE:
         pytest.skip(TESTED_ELSEWHERE[name])
-    if name in ("overhead_bench", "false_alarms_bench", "recovery_bench"):
+    if name in ("overhead_bench", "false_alarms_bench", "recovery_bench", "sharded_bench"):
         pytest.importorskip("transformers")
     # Imported by name and not by path, since the ranks that it starts import it too.
     result: Any = importlib.import_module(f"benchmarks.{name}").main(["--quick", "--out", str(tmp_path)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -224,3 +226,42 @@ def test_a_guard_on_one_process_has_the_bits_of_a_loop() -> None:
                     part.step()
         runs.append(weights(model))
     assert alike(*runs)
+
+
+@pytest.mark.parametrize("bad", [None, "weight", "bias"])
+def test_a_guard_that_clips_scaled_gradients_leaves_all_out_where_one_overflows(bad: str | None) -> None:
+    """By hand the part without an overflow would step on the NaN that the norm has spread: P5."""
+    runs: list[Any] = []
+    for guarded in (False, True):
+        model, both = parts()
+        scaler = torch.amp.GradScaler("cpu", init_scale=96.0)
+        batches = [torch.randn(5, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+        backwards: list[int] = []
+
+        def spoil(gradient: torch.Tensor, backwards: list[int] = backwards) -> torch.Tensor:
+            backwards.append(1)
+            return gradient * float("inf") if bad and len(backwards) == 2 else gradient
+
+        if bad:
+            model.get_parameter(bad).register_hook(spoil)
+        if guarded:
+            config = unsilent.GuardConfig(audit_every=None, replicas_every=None)
+            guard = unsilent.Guard(
+                model, both, lambda m, b: m(b).square().mean(), scaler=scaler, clip_norm=0.1, config=config
+            )
+            with contextlib.redirect_stderr(io.StringIO()), guard:
+                for batch in batches:
+                    guard.step(batch)
+        else:
+            for i, batch in enumerate(batches):
+                model.zero_grad()
+                scaler.scale(model(batch).square().mean()).backward()
+                for part in both:
+                    scaler.unscale_(part)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                for part in both if bad is None or i != 1 else ():
+                    scaler.step(part)
+                scaler.update()
+        runs.append((weights(model), scaler.get_scale()))
+    assert alike(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
+    assert all(bool(torch.isfinite(t).all()) for t in runs[1][0])

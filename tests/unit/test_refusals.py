@@ -46,11 +46,33 @@ def test_a_sharded_model() -> None:
     assert "sharded by FSDP" in refused(nn.Sequential(FullyShardedDataParallel(2, 2)))
 
 
-def test_several_optimizers() -> None:
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        (
+            lambda m: [torch.optim.AdamW([m.bias, m.weight])],
+            r"parameter 1 of optimizer 1 \(AdamW, .* is in optimizer 0 too",
+        ),
+        (lambda m: [ZeroRedundancyOptimizer([m.bias], lr=0.1)], "guarded only where it is the single one"),
+        (lambda m: [torch.optim.LBFGS([m.bias])], "LBFGS stands among the optimizers"),
+        (lambda m: [torch.optim.lr_scheduler.StepLR], "a type stands among the optimizers, and is none"),
+        (lambda m: [torch.optim.AdamW([nn.Parameter(torch.zeros(2))])], "a parameter that the model does not hold"),
+    ],
+    ids=["a parameter in two of them", "ZeRO", "LBFGS", "no optimizer", "a parameter of another model"],
+)
+def test_several_optimizers_that_do_not_go_together(others: Any, why: str) -> None:
     model = nn.Linear(2, 2)
-    both = [torch.optim.Muon([model.weight]), torch.optim.AdamW([model.bias])]
-    with pytest.raises(unsilent.UsageError, match=r"takes one optimizer.*parameter groups"):
-        unsilent.Guard(model, both, lambda m, b: m(b).sum())  # type: ignore[arg-type]
+    with pytest.raises(unsilent.UsageError, match=why):
+        unsilent.Guard(model, [torch.optim.Muon([model.weight]), *others(model)], lambda m, b: m(b).sum())
+
+
+def test_optimizers_that_are_given_otherwise_than_as_a_list() -> None:
+    model = nn.Linear(2, 2)
+    named: Any = {"all": torch.optim.AdamW(model.parameters())}
+    with pytest.raises(unsilent.UsageError, match="give them as a list"):
+        unsilent.Guard(model, named, lambda m, b: m(b).sum())
+    with pytest.raises(unsilent.UsageError, match="list of optimizers is empty"):
+        unsilent.Guard(model, [], lambda m, b: m(b).sum())
 
 
 def test_an_optimizer_that_runs_the_model_itself() -> None:
