@@ -154,6 +154,11 @@ class Guard:
             called=lambda name: self.relations.called(name),
         )
         self.layout = layout
+        if layout is not None and layout.stage is not None and clip_norm is not None:
+            raise UsageError(
+                "clip_norm would clip each stage of the pipeline by the norm of its own gradients: leave it out, and clip in a pre-hook "
+                "of the optimizer by the norm over all stages"
+            )
         if self._sharded:
             self.layout = layout or layout_of(model)
             check_layout(model, self.layout)
@@ -227,8 +232,7 @@ class Guard:
         self._auditors = team_ring(self.world.places, self.world.teams)
         self.crossings: Crossings | None = None
         if self.layout is not None and not self.world.teams.alone:
-            self.crossings = Crossings(self.inner, self.layout.stage)
-            self._taken.callback(self.crossings.close)
+            self.crossings = Crossings(self.inner, self.world.teams.of(self.world.rank), self.layout.stage)
         reduces = self.reduction.reduces
         self.finite = Finite(
             self.inventory, self.config.finite, reduces=reduces, scaler=self._scales,
@@ -994,6 +998,8 @@ class Guard:
         off.append(_uncovered("batch", "no check: wrong data that all ranks would compute alike is not seen"))
         off.append(_uncovered("optimizer", "an update that is wrong on all ranks alike is not seen"))
         off.append(_uncovered("rng", "generators differ between ranks by design and are not compared"))
+        if self.layout is not None and self.layout.stage is not None:
+            off.append(_uncovered("optimizer", "settings of parameter groups: a pipeline's stages may have their own"))
         if self._sharded:
             if any(group.scatters for group in self._module_groups):
                 blind = (
@@ -1133,10 +1139,11 @@ class Guard:
             self.journal.say(f"parameters that must be alike, bit for bit: {'; '.join(told)}")
 
     def _require_localization(self) -> None:
-        if len(self.world.nodes) < 3:
+        nodes = sorted({place.node for place in self.world.team_places})
+        if len(nodes) < 3:
+            together = "" if self.world.teams.alone else " of ranks that compute together"
             raise UsageError(
-                f"require_localization needs at least 3 nodes, and this run has {len(self.world.nodes)}: "
-                f"{', '.join(self.world.nodes)}"
+                f"require_localization needs at least 3 nodes{together}, and this run has {len(nodes)}: {', '.join(nodes)}"
             )
 
     def _check_names(self) -> None:
@@ -1173,7 +1180,8 @@ class Guard:
             mine = self.replicas.weights_digest(self.recorder.rows)
         finally:  # the others wait for this rank's part
             everyone = self._exchange(mine)
-        return hash(tuple(everyone[rank] for rank in self._module_groups[0].replica))
+        held = sorted({rank for group in self._module_groups for rank in group.replica})
+        return hash(tuple(everyone[rank] for rank in held))
 
     def _exchange(self, mine: Any) -> list[Any]:
         return self.world.gather(mine, step=self.steps, tag=_TAG_SHARDS)
@@ -1223,7 +1231,8 @@ class Guard:
     def _counters(self) -> dict[str, str]:
         """What all ranks must hold alike besides tensors; values as exact text."""
         values = {"step": str(self.steps)}
-        for i, group in enumerate(self.optimizer.param_groups):
+        stages = self.layout is not None and self.layout.stage is not None  # each may have parameter groups of its own
+        for i, group in enumerate(() if stages else self.optimizer.param_groups):
             for key, value in group.items():
                 if key == "lr":
                     values[f"learning rate of group {i}"] = repr(float(value))

@@ -53,6 +53,9 @@ from unsilent.ring import Ring
 from unsilent.teams import Crossing, Teams, first_to_diverge
 from unsilent.world import World
 
+#: what crossed on a rank, in its live step and in its rerun of another rank's; None where it is not known
+_Told = tuple[list[Crossing], list[Crossing]] | None
+
 _TAG_DETAILS, _TAG_AUDITS, _TAG_VOTE, _TAG_TRAFFIC, _TAG_AGAIN, _TAG_CROSSINGS = 10, 11, 13, 19, 17, 26
 
 
@@ -382,24 +385,32 @@ class Inquiry:
         to_judge = audits if not unlike else [a for a in audits if a not in unlike]
         of_teams = [share for a in to_judge if (share := _share(a, places, own_first=own_first)) is not None]
         shares = tuple(part for share in of_teams for part in _each(share, teams))
+        verdicts = judge_audits(audits, places, unlike=unlike)
+        told = self._told(moment.step) if verdicts else None
         return [
             Finding(
-                verdict=self._within_team(v, audits, moment.step),
+                verdict=self._within_team(v, audits, told),
                 shares=shares,
                 recorded_is_right=_recorded_is_right(v, audits, places),
                 evidence=evidence,
             )
-            for v in judge_audits(audits, places, unlike=unlike)
+            for v in verdicts
         ]
 
-    def _within_team(self, verdict: Verdict, audits: Sequence[AuditEvidence], step: int) -> Verdict:
+    def _told(self, step: int) -> list[_Told] | None:
+        """By rank, what crossed in its live step and in its rerun of another rank's; None where there are no teams."""
+        crossings = self._ring.crossings
+        if crossings is None:
+            return None
+        # Below bits the values of healthy ranks differ, and the first to differ is anybody.
+        mine = crossings.told() if self._audit.strength is Strength.BITWISE else None
+        return self._world.gather(mine, step=step, tag=_TAG_CROSSINGS)
+
+    def _within_team(self, verdict: Verdict, audits: Sequence[AuditEvidence], told: Sequence[_Told] | None) -> Verdict:
         """A verdict about a team, as one about the member that erred first, or about all of them where nobody can tell."""
-        teams, crossings = self._world.teams, self._ring.crossings
-        if crossings is None or not verdict.suspects:
+        teams = self._world.teams
+        if told is None or not verdict.suspects or verdict.kind is Kind.SOFTWARE:
             return verdict
-        told: list[tuple[list[Crossing], list[Crossing]]] = self._world.gather(
-            crossings.told(), step=step, tag=_TAG_CROSSINGS
-        )
         suspects: list[Suspect] = []
         reason = verdict.reason
         for suspect in verdict.suspects:
@@ -407,17 +418,18 @@ class Inquiry:
             ranks, first = teams.of(suspect.rank), None
             about = [a for a in audits if suspect.rank in (a.auditee, a.auditor) and a.auditee != a.auditor]
             for audit in sorted(about, key=lambda a: a.auditee != suspect.rank):  # its own work before that of others
-                first = first or first_to_diverge(
-                    [told[rank][0] for rank in teams.of(audit.auditee)],
-                    [told[rank][1] for rank in teams.of(audit.auditor)],
-                )
+                first = first or _first_of_team(audit, teams, told)
             guilty = ranks if first is None else (ranks[first[0]],)
-            suspects += [_suspect(self._world.places[rank]) for rank in guilty]
+            # No node is named where the judge names none: all that ran lay on one.
+            places = [self._world.places[rank] for rank in guilty]
+            suspects += [
+                Suspect(rank=p.rank, node=None if suspect.node is None else p.node, device=p.device) for p in places
+            ]
             reason += f"; rank {ranks[0]} stands for ranks {', '.join(map(str, ranks))}, which compute together, and "
             reason += (
                 "nobody can tell which of them erred"
                 if first is None
-                else f"rank {guilty[0]} was the first of them to differ, at {first[1].name}"
+                else f"rank {guilty[0]} was the first of them to differ, {first[1]}"
             )
         return replace(verdict, suspects=tuple(suspects), reason=reason)
 
@@ -445,8 +457,29 @@ def _each(share: Share, teams: Teams) -> list[Share]:
     ]
 
 
-def _suspect(place: Place) -> Suspect:
-    return Suspect(rank=place.rank, node=place.node, device=place.device)
+def _first_of_team(audit: AuditEvidence, teams: Teams, told: Sequence[_Told]) -> tuple[int, str] | None:
+    """Which member of the two teams of an audit differed first, by its position, and where; None where nobody can tell."""
+    live, again = [told[rank] for rank in teams.of(audit.auditee)], [told[rank] for rank in teams.of(audit.auditor)]
+    if any(entry is None for entry in (*live, *again)):
+        return None
+    recorded, rerun = [entry[0] for entry in live if entry], [entry[1] for entry in again if entry]
+    if (first := first_to_diverge(recorded, rerun)) is not None:
+        return first[0], f"in what it gave into {first[1].name}"
+    if any(
+        a.digest != b.digest
+        for one, other in zip(recorded, rerun, strict=True)
+        for a, b in zip(one, other, strict=False)
+    ):
+        return None
+    # What went wrong after the last of them has reached nobody else.
+    digests = [(x.recorded, x.rank, teams.each(x.digest, x.rank)) for x in audit.executions if x.digest is not None]
+    own = next((parts for was_live, _, parts in digests if was_live), None)
+    theirs = next((parts for was_live, rank, parts in digests if not was_live and rank == audit.auditor), None)
+    if own is None or theirs is None:
+        return None
+    pairs = zip(own.values(), theirs.values(), strict=True)
+    differing = [position for position, (one, other) in enumerate(pairs) if one != other]
+    return (differing[0], "in its own gradients only") if len(differing) == 1 else None
 
 
 def _recorded_is_right(verdict: Verdict, audits: Sequence[AuditEvidence], places: Sequence[Place]) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unsilent.errors import UsageError
-from unsilent.sharding import is_distributed, module_groups
+from unsilent.sharding import block_of, is_distributed, module_groups
 from unsilent.teams import Teams
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ class Layout:
         return tuple(sorted(found))
 
     @property
-    def stage(self) -> int:
-        """This rank's place in the pipeline, 0 without one."""
-        return self.mesh.get_local_rank(PIPELINE) if PIPELINE in self.names else 0
+    def stage(self) -> int | None:
+        """This rank's place in the pipeline, None without one."""
+        return self.mesh.get_local_rank(PIPELINE) if PIPELINE in self.together else None
 
     def __str__(self) -> str:
         shape = " × ".join(f"{name} {self.mesh.size(i)}" for i, name in enumerate(self.names))
@@ -127,10 +127,6 @@ class Relations:
         self._layout = layout
         self._peers = None if layout is None or layout.teams.alone else layout.teams.peers(self._rank)
         self._along = functools.cache(layout.along) if layout is not None else None
-        #: by mesh, the ranks that hold the same shards as this one
-        self._copies: dict[Any, tuple[int, ...]] = {
-            p.device_mesh: group.copies for group in module_groups(model) for p in group.parameters  # type: ignore[attr-defined]
-        }  # fmt: skip
         self._tensor_parallel = frozenset(
             name for p in model.parameters() for name in _names_of(p) if layout is not None and name in layout.together
         )
@@ -141,19 +137,22 @@ class Relations:
 
     def copies(self, tensor: torch.Tensor, name: str = "") -> tuple[int, ...] | None:
         """The ranks that must hold the same bits as this rank's part of ``tensor``; None for all."""
-        placed: Any = tensor
-        if not is_distributed(tensor):
-            return self._peers
-        copies = self._copies.get(placed.device_mesh, (self._rank,))
-        if self._along is None:
-            return copies
-        named = zip(_names_of(tensor), placed.placements, strict=False)
-        split = {dimension for dimension, placement in named if not placement.is_replicate()}
-        copies = self._along(copies, tuple(sorted(self._tensor_parallel - split)))
-        if name not in self._declared:
+        copies = self._peers
+        if is_distributed(tensor):
+            block = block_of(tensor)
+            assert block.holders is not None
+            copies = block.holders
+            if (
+                self._along is not None
+            ):  # along dimensions that its own mesh does not know; inside it the placements decide
+                distributed: Any = tensor
+                known = set(distributed.device_mesh.mesh.flatten().tolist())
+                more = self._along(copies, tuple(sorted(self._tensor_parallel)))
+                copies = tuple(rank for rank in more if rank in copies or rank not in known)
+        if name not in self._declared or self._along is None:
             return copies
         _, dimensions, holders = self._declared[name]
-        return tuple(rank for rank in self._along(copies, dimensions) if rank in holders)
+        return tuple(rank for rank in self._along(copies or (self._rank,), dimensions) if rank in holders)
 
     def called(self, name: str) -> str:
         """The name under which a parameter is compared."""

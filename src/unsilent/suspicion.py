@@ -128,6 +128,9 @@ class Suspicion:
         """Count a verdict against the devices that it names, once for a step."""
         if not blames_a_device(verdict):
             return
+        ranks = [suspect.rank for suspect in verdict.suspects if suspect.rank is not None]
+        if len(ranks) > 1 and set(ranks) <= set(self._world.teams.of(ranks[0])):
+            return  # they compute together, and all but one of them are healthy
         stays = seen_again(verdict.kind, verdict.site, acted_on=acted_on)
         blamed = self._blamed.setdefault(step, {}).setdefault(self._reruns, set())
         for suspect in verdict.suspects:

@@ -128,7 +128,7 @@ class Teams:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that a rank has computed, just before it may reach others: an output of a module, or its gradient.
+    """A value that a rank sends to others of its team, or (``arrived``) that its stage was sent.
 
     ``order`` grows along the way that values take through a team: micro-batch, backward after forward, stage of the
     pipeline (downwards in backward), number in the sequence of its rank.
@@ -137,29 +137,37 @@ class Crossing:
     order: tuple[int, int, int, int]
     name: str
     digest: tuple[int, int]
+    arrived: bool = False
 
 
 def first_to_diverge(
     recorded: Sequence[Sequence[Crossing]], rerun: Sequence[Sequence[Crossing]]
 ) -> tuple[int, Crossing] | None:
-    """Which member of a team computed something else first, and where; None where two are first, or nobody is.
+    """Which member of a team sent something else first, and where; None where that cannot be told.
+
+    It cannot where two members are first, where the first difference is in what a member was sent, where the live run and the
+    rerun, or two members of one stage, did not take the same way, and where nobody differs in what it sent.
 
     Args:
         recorded: of each member, in the order of positions, what its live run let cross.
         rerun: the same, of the run by another team.
     """
-    first: list[tuple[tuple[int, int, int, int], int, Crossing]] = []
+    first: list[tuple[int, Crossing]] = []
+    ways = dict[int, list[tuple[tuple[int, int], str]]]()
     for position, (one, other) in enumerate(zip(recorded, rerun, strict=True)):
-        if len(one) != len(other):
-            return None  # they did not take the same way
+        way = [(crossing.order[:2], crossing.name) for crossing in one]
+        if not way or way != [(crossing.order[:2], crossing.name) for crossing in other]:
+            return None
+        if ways.setdefault(abs(one[0].order[2]), way) != way:
+            return None
         differing = [a for a, b in zip(one, other, strict=True) if a.digest != b.digest]
         if differing:
-            earliest = min(differing, key=lambda crossing: crossing.order)
-            first.append((earliest.order, position, earliest))
+            first.append((position, min(differing, key=lambda crossing: crossing.order)))
     if not first:
         return None
-    order, position, crossing = min(first, key=lambda entry: entry[0])
-    return None if sum(entry[0] == order for entry in first) > 1 else (position, crossing)
+    position, crossing = min(first, key=lambda entry: entry[1].order)
+    shared = sum(entry[1].order == crossing.order for entry in first) > 1
+    return None if shared or crossing.arrived else (position, crossing)
 
 
 def _as_one(places: Sequence[Place]) -> Place:

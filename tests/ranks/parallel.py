@@ -296,6 +296,35 @@ WAYS: dict[str, Callable[[int, str], Job]] = {
 }
 
 
+class SpoiledInput:
+    """A module whose backward gives a wrong gradient of its input in one step, as often as it runs, but in no rerun."""
+
+    def __init__(self, module: nn.Module, step: int, replaying: Callable[[], bool]) -> None:
+        self.record: list[Any] = []
+        self._at, self._now, self._replaying = step, -1, replaying
+        self._hook = module.register_forward_pre_hook(self._enter, prepend=True)
+
+    def begin_step(self, step: int) -> None:
+        self._now = step
+
+    def after_update(self, step: int) -> None:
+        return
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._now == self._at and args[0].requires_grad and not self._replaying():
+            args[0].register_hook(self._spoil)
+
+    def _spoil(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._now != self._at or self._replaying():
+            return gradient  # a pipeline receives into the same tensor again
+        wrong = gradient.clone()
+        local(wrong).view(-1)[3] += 0.5
+        return wrong
+
+
 def train(
     rank: int,
     size: int,
@@ -310,7 +339,8 @@ def train(
     job = WAYS[way](size, dtype)
     optimizer = job.optimizer(job.model.parameters())
     torch.manual_seed(7 + job.data)
-    guard, injector = None, None
+    guard: Guard | None = None
+    injector: Any = None
     if directory is not None:
         options = {"audit_every": 2, "replicas_every": 2, "quarantine": "ask", "timeout_s": 10.0, **config}
         guard = Guard(
@@ -319,10 +349,15 @@ def train(
         )  # fmt: skip
     if fault is not None and fault["rank"] == rank:  # other stages of a pipeline have no such module
         assert guard is not None
-        injector = Injector(
-            job.parameters, optimizer, Fault(**fault), rank=rank, world_size=size, node=f"node-{rank}",
-            replaying=lambda: guard.replayer.running,
-        )  # fmt: skip
+        replayer = guard.replayer
+        if fault["site"] == "input gradient":
+            module = job.model.get_submodule(fault["target"])
+            injector = SpoiledInput(module, fault["step"], lambda: replayer.running)
+        else:
+            injector = Injector(
+                job.parameters, optimizer, Fault(**fault), rank=rank, world_size=size, node=f"node-{rank}",
+                replaying=lambda: replayer.running,
+            )  # fmt: skip
     said: list[tuple[int, str, str, str, list[int | None]]] = []
     reasons: list[str] = []
     try:

@@ -133,7 +133,7 @@ def pool6() -> Iterator[RankPool]:
 def test_with_three_teams_the_one_rank_is_named(pool6: RankPool, plain: Plain, tmp_path: Path, way: str) -> None:
     guarded = pool6.results(train, way, "fp32", str(tmp_path), STUCK)
     assert [(step, kind, who) for step, kind, _, _, who in said(guarded)] == [(s, "PERSISTENT", [1]) for s in (3, 4)]
-    assert "rank 1 was the first of them to differ, at blocks.1.down (forward)" in guarded[0]["reasons"][0]
+    assert "rank 1 was the first of them to differ, in what it gave into" in guarded[0]["reasons"][0]
     assert same(plain(pool6, way, "fp32"), guarded)
 
 
@@ -193,6 +193,20 @@ def test_a_nan_in_a_step_that_no_audit_was_planned_for_names_the_team(
     ]
     assert "nobody can tell which of them erred" in guarded[0]["reasons"][0]
     assert same(plain(pool4, "tp", "fp32"), guarded)
+
+
+@pytest.mark.parametrize(
+    ("way", "target", "rank"),
+    [("pp", "", 3), ("ep", "blocks.1.down.1.expert", 1), ("tp", "blocks.1.up", 1), ("cp", "blocks.1.attention.qkv", 1)],
+)
+def test_a_wrong_gradient_of_an_input_is_not_held_against_who_gets_it(
+    pool4: RankPool, plain: Plain, tmp_path: Path, way: str, target: str, rank: int
+) -> None:
+    """It leaves the rank at once: to the stage before, to the token's own rank, into the sum over the parts."""
+    fault = {"site": "input gradient", "target": target, "rank": rank, "step": 3}
+    guarded = pool4.results(train, way, "fp32", str(tmp_path), fault)
+    assert said(guarded) == [(3, "TRANSIENT", "gradient", "REPAIR", [rank])]
+    assert same(plain(pool4, way, "fp32"), guarded)
 
 
 def test_an_expert_is_compared_with_its_copy_only(pool4: RankPool, plain: Plain, tmp_path: Path) -> None:

@@ -79,10 +79,11 @@ def test_what_is_asked_of_a_team_is_asked_of_each_member() -> None:
     assert PIPELINE.substitutes({3: 4}) == {0: 1, 3: 4}
 
 
-def crossing(number: int, digest: int, *, backward: bool = False, stage: int = 0, call: int = 1) -> Crossing:
-    return Crossing(
-        order=(call, int(backward), -stage if backward else stage, number), name=f"m{number}", digest=(digest, 0)
-    )
+def crossing(
+    number: int, digest: int, *, backward: bool = False, stage: int = 0, call: int = 1, arrived: bool = False
+) -> Crossing:
+    order = (call, int(backward), -stage if backward else stage, number)
+    return Crossing(order=order, name=f"m{number}", digest=(digest, 0), arrived=arrived)
 
 
 def test_the_member_that_differs_first_is_named() -> None:
@@ -112,7 +113,16 @@ def test_in_a_pipeline_values_go_down_in_forward_and_up_in_backward() -> None:
         [[crossing(0, 1)], [crossing(0, 1)]],  # both at once
         [[crossing(0, 0)], [crossing(0, 0)]],  # nobody
         [[crossing(0, 0)], []],  # nothing was noted on one
+        [[crossing(0, 1, arrived=True)], [crossing(0, 0)]],  # what it was sent
+        [[crossing(0, 1), crossing(1, 1)], [crossing(0, 0)]],  # not the way that the rerun took
     ],
 )
 def test_nobody_is_named_where_it_cannot_be_told(recorded: list[list[Crossing]]) -> None:
     assert first_to_diverge(recorded, [[crossing(0, 0)], [crossing(0, 0)]]) is None
+
+
+def test_members_that_do_not_go_the_same_way_cannot_be_compared_by_number() -> None:
+    right = [[crossing(0, 0), crossing(1, 0)], [crossing(0, 0), crossing(2, 0)]]
+    wrong = [[crossing(0, 0), crossing(1, 7)], right[1]]
+    assert first_to_diverge(wrong, right) is None
+    assert first_to_diverge([wrong[0], right[0]], [right[0], right[0]]) == (0, crossing(1, 7))

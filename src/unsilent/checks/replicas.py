@@ -55,6 +55,8 @@ class _Table:
     def only(self, copies: tuple[int, ...] | None) -> _Table:
         """The entries that these ranks must hold alike."""
         at = [i for i, ranks in enumerate(self.copies) if ranks == copies]
+        if copies is not None:  # ranks that hold them under other names may list them in another order
+            at.sort(key=self.called.__getitem__)
         return _Table(
             names=tuple(self.names[i] for i in at),
             called=tuple(self.called[i] for i in at),
