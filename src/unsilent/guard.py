@@ -1266,7 +1266,10 @@ def _absolute(path: str | Path | None) -> str | None:
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]} alone" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} alone"
+    listed = ", ".join(map(str, ranks[:4]))
+    return f"ranks {listed}" if len(ranks) <= 4 else f"{len(ranks)} ranks, {listed}, ..."
 
 
 def _uncovered(site: str, why: str) -> Coverage:

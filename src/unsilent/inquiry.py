@@ -403,7 +403,7 @@ class Inquiry:
         if crossings is None:
             return None
         # Below bits the values of healthy ranks differ, and the first to differ is anybody.
-        mine = crossings.told() if self._audit.strength is Strength.BITWISE else None
+        mine = self._attempt("audit", crossings.told) if self._audit.strength is Strength.BITWISE else None
         return self._world.gather(mine, step=step, tag=_TAG_CROSSINGS)
 
     def _within_team(self, verdict: Verdict, audits: Sequence[AuditEvidence], told: Sequence[_Told] | None) -> Verdict:

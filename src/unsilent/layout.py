@@ -124,7 +124,6 @@ class Relations:
         self, model: nn.Module, layout: Layout | None, exchange: Callable[[Any], list[Any]] = lambda mine: [mine]
     ) -> None:
         self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._layout = layout
         self._peers = None if layout is None or layout.teams.alone else layout.teams.peers(self._rank)
         self._along = functools.cache(layout.along) if layout is not None else None
         self._tensor_parallel = frozenset(
@@ -139,13 +138,10 @@ class Relations:
         """The ranks that must hold the same bits as this rank's part of ``tensor``; None for all."""
         copies = self._peers
         if is_distributed(tensor):
-            block = block_of(tensor)
-            assert block.holders is not None
-            copies = block.holders
-            if (
-                self._along is not None
-            ):  # along dimensions that its own mesh does not know; inside it the placements decide
-                distributed: Any = tensor
+            distributed: Any = tensor
+            copies = block_of(tensor).holders
+            if self._along is not None and copies is not None:
+                # Along dimensions that its own mesh does not know; inside of that the placements decide.
                 known = set(distributed.device_mesh.mesh.flatten().tolist())
                 more = self._along(copies, tuple(sorted(self._tensor_parallel)))
                 copies = tuple(rank for rank in more if rank in copies or rank not in known)

@@ -199,8 +199,18 @@ CLEAN: dict[str, Loop] = {
 }
 
 
-@pytest.mark.parametrize("loop", CLEAN.values(), ids=CLEAN.keys())
-def test_a_clean_run_is_quiet_and_has_the_bits_of_the_loop_without_a_guard(pool: RankPool, loop: Loop) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "loop"),
+    [*((3, name) for name in CLEAN), *((4, name) for name in ("DDP", "FSDP2, accumulation, clipping"))],
+)
+def test_a_clean_run_is_quiet_and_has_the_bits_of_the_loop_without_a_guard(
+    request: pytest.FixtureRequest, ranks: int, loop: str
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{ranks}")
+    _is_quiet(pool, CLEAN[loop])
+
+
+def _is_quiet(pool: RankPool, loop: Loop) -> None:
     loop = replace(loop, job=replace(loop.job, steps=STEPS))
     for watched, plain in in_pool(pool, loop):
         assert (watched.found, watched.error) == ((), "")
