@@ -59,6 +59,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/overhead_bench.py --out out/bench
 	@$(BIN)/python benchmarks/fingerprint_bench.py --out out/bench
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.sharded_bench --cycles 10 --out out/bench
 
 study-alpha: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/unsilent study alpha --out out/study-alpha

@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ways = {way: measure(way, options, f"{folder}/{way}") for way in (["hsdp"] if options.quick else RANKS)}
     result = {
-        "command": " ".join(["python", "benchmarks/sharded_bench.py", *(sys.argv[1:] if arguments is None else [])]),
+        "command": " ".join(["python", "-m", "benchmarks.sharded_bench", *(sys.argv[1:] if arguments is None else [])]),
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, gloo ranks of one thread on one machine",
