@@ -100,12 +100,16 @@ class Crossings:
 
     def within(self, arguments: Any) -> bool:
         """Whether a collective with these arguments is one of this team's."""
-        name = next((name for argument in arguments if (name := _name_of_group(argument))), "")
-        if name not in self._inside:
-            group = _group(name)
-            ranks = [] if group is None else dist.get_process_group_ranks(group)
-            self._inside[name] = len(ranks) > 1 and self._team.issuperset(ranks)
-        return self._inside[name]
+        try:
+            name = next((name for argument in arguments if (name := _name_of_group(argument))), "")
+            if name not in self._inside:
+                group = _group(name)
+                ranks = [] if group is None else dist.get_process_group_ranks(group)
+                self._inside[name] = len(ranks) > 1 and self._team.issuperset(ranks)
+            return self._inside[name]
+        except Exception:  # noqa: BLE001 - P4, as in _note
+            self._untold = True
+            return False
 
     def _enter(self, hooks: ExitStack) -> Callable[..., None]:
         """A stage's input: what it was sent, and in backward the gradient that it sends back."""

@@ -470,9 +470,7 @@ class Guard:
         if audits and (self.calibration.due or (self.calibration.done and self.standing.watches_a_device)):
             due.add("audit")
         if self._sharded and "audit" in due and config.replicas_every is not None:
-            due.add(
-                "replicas"
-            )  # the pair of an audit cannot compare its weights: the copies of each shard are compared
+            due.add("replicas")  # a pair cannot compare its weights: the copies of each shard are compared
         due &= set(self.checks)
         if self.audit.strength is Strength.OFF:
             due.discard("audit")

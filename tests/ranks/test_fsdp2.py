@@ -290,6 +290,14 @@ def test_hsdp_replicas_that_were_made_with_seeds_of_their_own_are_found_before_t
 # ---- what collectives give -------------------------------------------------------------------------------------------
 
 
+def unguarded(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        loss_fn(model, batch(rank, step)).backward()
+        optimizer.step()
+    return {"bits": bits(model), "said": []}
+
+
 class WrongOnce(DefaultAllGather):
     """Delivers one wrong weight to this rank, the next time it is armed."""
 
@@ -312,11 +320,7 @@ def gather_wrongly(rank: int, size: int, directory: str | None) -> dict[str, Any
     torch.manual_seed(7 + rank)
     said: list[tuple[int, str, str, list[int | None]]] = []
     if directory is None:
-        for step in range(STEPS):
-            optimizer.zero_grad(set_to_none=True)
-            loss_fn(model, batch(rank, step)).backward()
-            optimizer.step()
-        return {"bits": bits(model), "said": said}
+        return unguarded(model, optimizer, rank)
     config = GuardConfig(directory=directory, node=f"node-{rank}", audit_every=2, replicas_every=2, timeout_s=10.0)
     with Guard(model, optimizer, loss_fn, config=config) as guard:
         for step in range(STEPS):
@@ -355,11 +359,7 @@ def reduce_wrongly(rank: int, size: int, directory: str | None) -> dict[str, Any
     torch.manual_seed(7 + rank)
     said: list[tuple[int, str, str, str, list[int | None]]] = []
     if directory is None:
-        for step in range(STEPS):
-            optimizer.zero_grad(set_to_none=True)
-            loss_fn(model, batch(rank, step)).backward()
-            optimizer.step()
-        return {"bits": bits(model), "said": said}
+        return unguarded(model, optimizer, rank)
     config = GuardConfig(directory=directory, node=f"node-{rank}", audit_every=2, replicas_every=1, timeout_s=10.0)
     with Guard(model, optimizer, loss_fn, config=config) as guard:
         for step in range(STEPS):
