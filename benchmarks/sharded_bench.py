@@ -3,8 +3,9 @@
 Three readings of each way, on the same ranks:
 
 * the cost of each kind of step, as in ``overhead_bench.py``: the median of (guarded - unguarded) over pairs;
-* what recoveries cost, in steps without a guard: a wrong value in one step (one pass), and a device that errs in every execution
-  (two passes); ``acting`` is the recovery itself, ``with finding out`` all that its step takes longer than a clean audited one;
+* what recoveries cost, each against a step without a guard just before it: a wrong value in one step (one pass), and a device
+  that errs in every execution (two passes); ``acting`` is the recovery itself, ``with finding out`` all that its step takes
+  longer than a clean audited one;
 * the peak of the bytes of live tensors on a rank, looked at after every operation of a few steps, an audit among them. (torch's
   own memory tracker allows no second forward in a step, which an audit is.)
 """
@@ -51,6 +52,12 @@ def _tokens(rank: int, step: int, batch: int, length: int) -> Any:
     return torch.randint(0, 256, (batch, length + 1), generator=torch.Generator().manual_seed(step * 64 + rank))
 
 
+def _plain_step(model: Any, optimizer: Any, loss_fn: Any, tokens: Any) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    loss_fn(model, tokens).backward()
+    optimizer.step()
+
+
 def alternate(rank: int, size: int, way: str, preset: str, batch: int, length: int, steps: int) -> dict[str, Any]:
     """``steps`` guarded steps, each after an unguarded one: per-step seconds and what was due."""
     import contextlib
@@ -77,9 +84,7 @@ def alternate(rank: int, size: int, way: str, preset: str, batch: int, length: i
             tokens = _tokens(rank, step, batch, length)
             dist.barrier()
             begin = time.perf_counter()
-            plain_optimizer.zero_grad(set_to_none=True)
-            loss_fn(plain, tokens).backward()
-            plain_optimizer.step()
+            _plain_step(plain, plain_optimizer, loss_fn, tokens)
             dist.barrier()
             middle = time.perf_counter()
             outcome = guard.step(tokens)
@@ -97,7 +102,8 @@ def alternate(rank: int, size: int, way: str, preset: str, batch: int, length: i
 def recover(
     rank: int, size: int, way: str, preset: str, batch: int, length: int, rounds: int, directory: str
 ) -> dict[str, Any]:
-    """Steps that are all audited: clean ones, some with one wrong value, and last those of a device that always errs."""
+    """Guarded steps, each after an unguarded one, and all audited: clean ones, some with one wrong value, and last those of a
+    device that always errs."""
     import contextlib
     import io
     import time
@@ -111,14 +117,17 @@ def recover(
     from unsilent.lab.inject import Injector
     from unsilent.training.model import make_loss_fn
 
-    model = _build(way, size, preset)
+    loss_fn = make_loss_fn()
+    plain, model = _build(way, size, preset), _build(way, size, preset)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     config = unsilent.GuardConfig(node=f"node-{rank}", audit_every=1, replicas_every=1, directory=directory)
     target = "model.layers.0.mlp.up_proj"
     seconds: dict[str, list[float]] = {"clean": [], "transient": [], "persistent": []}
+    unguarded: list[float] = []
     actions: list[str] = []
     with contextlib.redirect_stderr(io.StringIO()):
-        guard = unsilent.Guard(model, optimizer, make_loss_fn(), config=config)
+        guard = unsilent.Guard(model, optimizer, loss_fn, config=config)
         options: dict[str, Any] = {"world_size": size, "node": f"node-{rank}", "rank": rank,
                                    "replaying": lambda: guard.replayer.running}  # fmt: skip
         once = {"site": "forward", "target": target, "pattern": "relative", "relative": 0.5, "count": 1}
@@ -131,9 +140,14 @@ def recover(
         for step in range(stuck + rounds):
             for injector in injectors:
                 injector.begin_step(step)
+            tokens = _tokens(rank, step, batch, length)
             dist.barrier()
             begin = time.perf_counter()
-            outcome = guard.step(_tokens(rank, step, batch, length))
+            _plain_step(plain, plain_optimizer, loss_fn, tokens)
+            dist.barrier()
+            unguarded.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            outcome = guard.step(tokens)
             dist.barrier()
             kind = "transient" if step in hit else "persistent" if step >= stuck else "clean"
             if step > 2:
@@ -145,9 +159,9 @@ def recover(
             injector.close()
         guard.close()
     events = read(directory).events if rank == 0 else []
-    acted = [(e.step, e.fields["seconds"]) for e in events if e.kind == "action"]
+    acted = [(e.step, e.fields["seconds"] / unguarded[e.step]) for e in events if e.kind == "action"]
     acting = {"transient": [s for at, s in acted if at in hit], "persistent": [s for at, s in acted if at >= stuck]}
-    return {"seconds": seconds, "acting": acting, "actions": actions}
+    return {"seconds": seconds, "acting": acting, "actions": actions, "unguarded": unguarded[3:]}
 
 
 def peak(rank: int, size: int, way: str, preset: str, batch: int, length: int, guarded: bool) -> float:
@@ -197,9 +211,7 @@ def peak(rank: int, size: int, way: str, preset: str, batch: int, length: int, g
             if guard is not None:
                 guard.step(tokens)
                 continue
-            optimizer.zero_grad(set_to_none=True)
-            loss_fn(model, tokens).backward()
-            optimizer.step()
+            _plain_step(model, optimizer, loss_fn, tokens)
         if guard is not None:
             guard.close()
     return live.peak / 2**20
@@ -216,12 +228,13 @@ def measure(way: str, options: argparse.Namespace, directory: str) -> dict[str, 
             for name, guarded in (("unguarded", False), ("guarded", True))
         }
     by_kind = summary(paired[0]["pairs"])
-    step = by_kind["unguarded_step_s"]["median"]
+    step = statistics.median(recovered["unguarded"])
     clean = statistics.median(recovered["seconds"]["clean"])
     recovery = {
         kind: {
             "count": len(recovered["seconds"][kind]),
-            "acting_steps": statistics.median(recovered["acting"][kind]) / step,
+            "acting_steps": statistics.median(recovered["acting"][kind]),
+            "acting_steps_each": recovered["acting"][kind],
             "with_finding_out_steps": (statistics.median(recovered["seconds"][kind]) - clean) / step,
             "goal_steps": goal,
         }
@@ -247,7 +260,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128, help="tokens of one sample")
     parser.add_argument("--cycles", type=int, default=20, help="audit steps, and three times as many plain ones")
-    parser.add_argument("--rounds", type=int, default=6, help="recoveries of each kind")
+    parser.add_argument("--rounds", type=int, default=8, help="recoveries of each kind")
     parser.add_argument("--out", type=Path, help="write sharded.json into this folder")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(arguments)

@@ -64,10 +64,10 @@ class Calibration:
         kernels, strength = _LADDER[self._rung]
         self._journal.write("calibration", step, check="audit", strength=strength.value, kernels=kernels.value)
         self._journal.say(f"calibration at step {step}: audits compare {strength.value}, {kernels.value} kernels")
-        if self._audit.outside_state:
+        if self._audit.attribute:
             text = (
-                f"{self._audit.outside_state} is changed by the forward and lies outside of buffers, so an audit that finds a wrong "
-                "value can name nobody and repair nothing: keep it in a buffer, or outside of the model"
+                f"{self._audit.attribute} is changed by the forward and lies outside of buffers, so an audit names a device that "
+                "errs once, but not one that keeps erring: keep it in a buffer, or outside of the model"
             )
             self._journal.write("notice", step, text=text)
             self._journal.say(text)

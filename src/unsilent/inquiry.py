@@ -383,7 +383,11 @@ class Inquiry:
         own_first = self._ring.replayer.together
         unlike = unlike_the_block(audits, places, proved=self._calibrated()) if self._own_loop() else ()
         to_judge = audits if not unlike else [a for a in audits if a not in unlike]
-        of_teams = [share for a in to_judge if (share := _share(a, places, own_first=own_first)) is not None]
+        of_teams = [
+            share
+            for a in to_judge
+            if (share := _share(a, places, own_first=own_first or bool(a.attribute))) is not None
+        ]
         shares = tuple(part for share in of_teams for part in _each(share, teams))
         verdicts = judge_audits(audits, places, unlike=unlike)
         told = self._told(moment.step) if verdicts else None
@@ -437,7 +441,8 @@ class Inquiry:
 def _share(audit: AuditEvidence, places: Sequence[Place], *, own_first: bool) -> Share | None:
     """Whose work must be replaced and by whom; None when the live value is right or nobody holds a right one.
 
-    ``own_first``: by the rank itself where its last rerun was right, since that takes one pass less.
+    ``own_first``: by the rank itself where its last rerun was right, since that takes one pass less, or since nobody else has
+    the attributes that its forward changes.
     """
     value = agreed_value(audit, places) or steady_value(audit, places)
     if value is None or recorded_value(audit) == value:

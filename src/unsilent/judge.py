@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from unsilent.localize import (
     agreed_value,
     alike,
+    attribute_may_explain,
     nothing_repeats,
     one_node,
     outputs_by_rank,
@@ -96,7 +97,7 @@ def judge_audits(
 
     errors: list[_Error] = []
     for evidence in evidences:
-        if evidence.outside_state:
+        if evidence.outside_state or attribute_may_explain(evidence):
             verdicts.append(_outside_state(evidence))
             continue
         if not evidence.weights_equal or (common_cause and evidence in not_replayable):
@@ -142,7 +143,12 @@ def _differs_from_own_replays(evidence: AuditEvidence) -> bool:
 
 def _only_recorded_differs(evidence: AuditEvidence, places: Sequence[Place]) -> bool:
     """Whether auditee and auditor agree in all replays, and only the live run gave something else."""
-    if evidence.outside_state or not evidence.weights_equal or evidence.auditor == evidence.auditee:
+    if (
+        evidence.outside_state
+        or attribute_may_explain(evidence)
+        or not evidence.weights_equal
+        or evidence.auditor == evidence.auditee
+    ):
         return False
     recorded = recorded_value(evidence)
     replayed = {execution.digest for execution in evidence.executions if not execution.recorded}
@@ -340,11 +346,17 @@ def _unsteady_but_bad(evidence: AuditEvidence, ranks: Sequence[int]) -> Verdict:
 
 
 def _outside_state(evidence: AuditEvidence) -> Verdict:
-    return _inconclusive(
-        evidence,
-        f"module {evidence.outside_state!r} changed attributes outside the capture during its forward, so the work of "
-        f"rank {evidence.auditee} cannot be replayed faithfully; nobody is blamed",
-    )
+    if evidence.outside_state:
+        why = (
+            f"a forward has written {evidence.outside_state!r} outside of the capture, so the work of rank "
+            f"{evidence.auditee} cannot be replayed faithfully"
+        )
+    else:
+        why = (
+            f"the forward changes the attribute {evidence.attribute!r}, of which each rank has its own, and that may be why "
+            f"executions of the work of rank {evidence.auditee} differ"
+        )
+    return _inconclusive(evidence, f"{why}; nobody is blamed")
 
 
 def _outside_the_replay(evidences: Sequence[AuditEvidence]) -> Verdict:

@@ -88,6 +88,8 @@ def next_replays(
     """
     if evidence.outside_state or not evidence.weights_equal:
         return ()
+    if evidence.attribute:  # whatever an arbiter gave could come from what it keeps itself
+        return _first_round(evidence) if _values_differ(evidence) else ()
     if not alike(evidence.auditee, evidence.auditor, places):
         return ()
     outputs = outputs_by_rank(evidence, places)
@@ -168,6 +170,21 @@ def holders(evidence: AuditEvidence, places: Sequence[Place], value: str | None 
     return tuple(rank for rank, digest in latest.items() if value is not None and digest == value)
 
 
+def attribute_may_explain(evidence: AuditEvidence) -> bool:
+    """Whether the attribute that a forward changes, each rank's own, may be why values differ, or why one is bad.
+
+    It is not where auditee and auditor, each with its own, give the same value in all executions but one: that one began
+    with what its rank's others began with.
+    """
+    made = [execution.digest for execution in evidence.executions]
+    if not evidence.attribute or (len(set(made)) == 1 and not evidence.alarm):
+        return False
+    common = max(made, key=made.count)
+    again = {e.rank for e in evidence.executions if e.digest == common and not e.recorded}
+    both = evidence.auditee != evidence.auditor and {evidence.auditee, evidence.auditor} <= again
+    return not both or None in made or made.count(common) != len(made) - 1
+
+
 def alike(rank: int, other: int, places: Sequence[Place]) -> bool:
     """Whether two ranks promise equal bits for equal work."""
     by_rank = {place.rank: place for place in places}
@@ -219,6 +236,11 @@ def _second_node_missing(outputs: Mapping[int, Sequence[str]], candidate: int | 
     if candidate is None or not one_node(outputs, places):
         return False
     return not one_node({**outputs, candidate: ()}, places)
+
+
+def _values_differ(evidence: AuditEvidence) -> bool:
+    made = {execution.digest for execution in evidence.executions}
+    return len(made) > 1 and None not in made
 
 
 def _first_round(evidence: AuditEvidence) -> tuple[Replay, ...]:

@@ -150,15 +150,19 @@ def _take(action: Action, reason: str) -> Decision:
     return Decision(action=action, reason=reason, would=action)
 
 
+def explained(verdicts: Sequence[Verdict]) -> bool:
+    """Whether an exact check could tell the cause of what was found in this step: that explains any difference."""
+    return any(verdict.kind is not Kind.INCONCLUSIVE for verdict in verdicts)
+
+
 def person_needed(verdicts: Sequence[Verdict], difference: float) -> str:
     """Why a person must look at a step whose gradient was computed anew; "" when nobody must.
 
     Args:
-        verdicts: what was found in this step. An exact check that could tell the cause explains any difference.
+        verdicts: what was found in this step.
         difference: of the recorded and the recomputed gradient, as a share of the norm; NaN where one was not finite.
     """
-    explained = any(verdict.kind is not Kind.INCONCLUSIVE for verdict in verdicts)
-    if explained or difference <= MOST_UNEXPLAINED:
+    if explained(verdicts) or difference <= MOST_UNEXPLAINED:
         return ""
     how = f"differ by {100 * difference:.3g} % of the norm" if math.isfinite(difference) else "are not both finite"
     return f"the recorded and the recomputed gradient {how}, and no exact check explains it"

@@ -115,8 +115,9 @@ class Execution:
 class AuditEvidence:
     """All executions known of the work of ``auditee`` in ``step``, the live one first.
 
-    ``weights_equal`` is False when auditee and auditor did not hold the same weights; ``outside_state`` names a module
-    that changed attributes outside the capture during its forward ("" when none); ``alarm`` says why a recorded value
+    ``weights_equal`` is False when auditee and auditor did not hold the same weights; ``outside_state`` names what a
+    live forward has changed that reruns do not begin with ("" when nothing); ``attribute`` names a module's attribute that a
+    forward changes: reruns begin with what it was at the start of the step, each rank with its own; ``alarm`` says why a recorded value
     that repeats is bad anyway ("" when only a mismatch was seen, e.g. "the loss is not finite").
     """
 
@@ -126,6 +127,7 @@ class AuditEvidence:
     executions: tuple[Execution, ...]
     weights_equal: bool = True
     outside_state: str = ""
+    attribute: str = ""
     alarm: str = ""
     tensors: tuple[str, ...] = ()
 

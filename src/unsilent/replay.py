@@ -83,7 +83,8 @@ class Reading:
 class Execution:
     """The results of one rerun. ``gradients`` are scaled like the recorded ones and keyed by ``id(parameter)``.
 
-    ``buffers`` are all tensors that the work's capture names, as the forward left them. ``communicated`` says that the
+    ``buffers`` are all tensors that the work's capture names, as the forward left them. ``attribute`` names one that the run
+    has changed ("" where none), and ``attributes`` are all of them as it left them then. ``communicated`` says that the
     user's code used the job's process group, so that no rank may rerun it alone. ``extremes`` stand for gradients that were
     not kept: the least and the largest of their elements.
     """
@@ -92,7 +93,8 @@ class Execution:
     losses: list[torch.Tensor]
     gradients: dict[int, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    outside_state: str
+    attribute: str
+    attributes: Attributes | None = None
     communicated: bool = False
     extremes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
@@ -162,6 +164,9 @@ class Recorder:
         self._open: MicroBatch | None = None
         self._divide_by: int | None = None
         self.attributes: Attributes | None = None
+        #: the attribute that this step's forward has changed, as ``module.attribute``; "" where none
+        self.attribute = ""
+        #: the parameter that this step's forward has written, though it is not in the capture; "" where none
         self.outside_state = ""
         #: parameters that forwards write (codebooks), by name; captured as buffers are
         self.written: dict[str, nn.Parameter] = {
@@ -182,7 +187,7 @@ class Recorder:
         """
         self._micro_batches.clear()
         self._divide_by = divide_by
-        self.outside_state = ""
+        self.attribute = self.outside_state = ""
         self.attributes = Attributes(self.inner) if watch_attributes else None
         self.rows = sums_many([local(p) for p in self.inner.parameters()]) if watch_attributes else None
 
@@ -201,8 +206,7 @@ class Recorder:
                     for micro_batch in self._micro_batches:
                         micro_batch.buffers.pop(name, None)
         if self.attributes is not None:
-            written = self._newly_written()
-            self.outside_state = self.attributes.changed() or written
+            self.attribute, self.outside_state = self.attributes.changed(), self._newly_written()
 
     def _newly_written(self) -> str:
         """A parameter that this forward wrote, which nobody had expected; from the next step on it is captured."""
@@ -331,16 +335,24 @@ class Replayer:
                 for gradient in gradients.values():
                     scale_(gradient, self.scale)
             buffers = {n: t.clone() for n, t in named(self.inner, work.micro_batches[0].buffers).items()}
-            outside, communicated = before.changed(), self.traffic() != traffic
+            attribute, communicated = before.changed(), self.traffic() != traffic
+            left = Attributes(self.inner) if attribute else None
             reading = read_execution(self.inner, losses, gradients, buffers)
         return Execution(
             reading=reading,
             losses=losses,
             gradients=gradients,
             buffers=buffers,
-            outside_state=outside,
+            attribute=attribute,
+            attributes=left,
             communicated=communicated,
         )
+
+    def adopt(self, run: Execution) -> None:
+        """Leave in the live module what ``run``, this rank's rerun of its own work, has left: buffers and attributes."""
+        if run.attributes is not None:
+            run.attributes.restore()
+        self._restore_buffers(run.buffers)
 
     def write_buffers(self, buffers: dict[str, torch.Tensor]) -> None:
         """Set the buffers of the live module, after a repair replaced a forward that had written them wrongly."""

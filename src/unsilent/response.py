@@ -28,7 +28,7 @@ from unsilent.events import write_exclude
 from unsilent.inquiry import Finding, Inquiry
 from unsilent.inventory import Inventory
 from unsilent.journal import Journal
-from unsilent.policy import Situation, decide, person_needed
+from unsilent.policy import Situation, decide, explained, person_needed
 from unsilent.records import STATE_SITES, Action, Decision, Kind, Site, Verdict
 from unsilent.recovery.heal import heal
 from unsilent.recovery.rebuild import rebuild
@@ -249,7 +249,8 @@ class Response:
         self._finite.recheck(local)
         self._settle()
         if action is Action.HEAL or "replicas" in moment.due:
-            self._replicas.read(gradients=self._reduction.reduces)
+            # Only a vote's winner writes into the state; other actions leave what was read of it as it is.
+            self._replicas.read(gradients=self._reduction.reduces, state=action is Action.HEAL)
         return True
 
     def _rebuild(
@@ -260,14 +261,18 @@ class Response:
         *,
         observe: Callable[[torch.Tensor], None],
     ) -> float | None:
-        """The step's gradients anew, with these shares; by how much they have changed, None where it failed somewhere."""
+        """The step's gradients anew, with these shares; by how much they have changed where that matters, None where it
+        failed somewhere."""
         if isinstance(self._reduction, Reduction):
             only = None if shares else self._wrong_buckets(every)
             return rebuild(self._world, self._reduction, self._ring, shares, losses, observe=observe, only=only)
         replayer, reading = self._ring.replayer, self._audit.recorded
         assert isinstance(replayer, ShardedReplayer)
         recorded = self._audit.digest_of(reading) if shares and reading is not None else None
-        return rebuild_sharded(self._world, replayer, self._ring, shares, losses, recorded=recorded, observe=observe)
+        return rebuild_sharded(
+            self._world, replayer, self._ring, shares, losses,
+            recorded=recorded, measured=not explained([f.verdict for f in every]), observe=observe,
+        )  # fmt: skip
 
     def _way_back(self, verdict: Verdict, step: int) -> WayBack:
         """The newest state that is trusted and that the fault cannot have touched, if the kept batches reach from there

@@ -117,6 +117,8 @@ class Ring:
         for _ in range(own_replays):
             run, why = self._rerun(self.world.rank)
             own.append(self._execution(run, why))
+        # Without a snapshot of the start, a rerun begins with what the live forward has left.
+        changed = "" if replayed is None else replayed.attribute
         their_reading = None
         if theirs.rows is not None:
             their_reading = Reading(names=theirs.names, rows=theirs.rows.to(reading.rows.device))
@@ -125,7 +127,8 @@ class Ring:
             their_reading,
             None if replayed is None else replayed.reading,
             failure=failure,
-            outside_state=outside_state or ("" if replayed is None else replayed.outside_state),
+            outside_state=outside_state or ("" if self.start is not None else changed),
+            attribute=self.audit.attribute or changed,
             weights=weights,
             auditee_weights=theirs.weights if self.auditee is not None else None,
             finite=finite,

@@ -48,7 +48,7 @@ class Handover:
 
 @dataclass
 class Recording:
-    """What a rerun has shown: the sums of each group's input, and their extremes, on the device."""
+    """What a rerun has shown, on the device: the sums of each group's input, and its extremes unless somebody observes it."""
 
     rows: dict[Hashable, torch.Tensor] = field(default_factory=dict[Hashable, torch.Tensor])
     extremes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -160,11 +160,12 @@ class ShardedReduction:
             for handover in self._give:
                 handover.give(index, values)
             self._recording.rows[name] = sums(values)
-            self._recording.extremes += values.aminmax()
             for handover in self._take:
                 handover.take(index, values)
             if self._observe is not None:
                 self._observe(values)
+            else:
+                self._recording.extremes += values.aminmax()
             return None if self._silent else go()
         if self._inside:
             self._seen.add(index)

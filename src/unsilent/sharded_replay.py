@@ -108,13 +108,15 @@ class ShardedReplayer(Replayer):
                             share = share_of(loss, weight=micro_batch.weight, divide_by=work.divide_by)
                             self.scale_loss(share).backward()
             buffers = {n: t.clone() for n, t in named(self.inner, work.micro_batches[0].buffers).items()}
-            outside = before.changed()
+            attribute = before.changed()
+            left = Attributes(self.inner) if attribute else None
             reading = assemble(losses, self._reduction.labels(), recording.rows, buffers)
         return Execution(
             reading=reading,
             losses=losses,
             gradients={},
             buffers=buffers,
-            outside_state=outside,
+            attribute=attribute,
+            attributes=left,
             extremes=recording.extremes,
         )

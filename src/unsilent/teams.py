@@ -89,6 +89,7 @@ class Teams:
                     executions=tuple(made),
                     weights_equal=all(part.weights_equal for part in parts),
                     outside_state=next((part.outside_state for part in parts if part.outside_state), ""),
+                    attribute=next((part.attribute for part in parts if part.attribute), ""),
                     alarm=next((part.alarm for part in parts if part.alarm), ""),
                     tensors=tuple(dict.fromkeys(name for part in parts for name in part.tensors))[:8],
                 )

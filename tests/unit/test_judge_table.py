@@ -86,8 +86,23 @@ T, P, S, I = Kind.TRANSIENT, Kind.PERSISTENT, Kind.SOFTWARE, Kind.INCONCLUSIVE  
         pytest.param(ABC, audit("y", b="x", weights_equal=False), None, [], id="unlike weights"),
         pytest.param(ABC, audit("y", a="yy", b="xx", weights_equal=False), None, [], id="unlike weights, replayed"),
         # attributes outside the capture
+        # a parameter that a forward has written outside of the capture
         pytest.param(ABC, audit("y", b="x", outside_state="m.codebook"), I, [], id="outside state, differing"),
         pytest.param(ABC, audit("x", b="x", outside_state="m.codebook"), I, [], id="outside state, equal"),
+        pytest.param(
+            ABC, audit("y", a="xx", b="xx", outside_state="m.codebook"), I, [], id="outside state, erred live"
+        ),
+        # an attribute that a forward changes, each rank its own
+        pytest.param(ABC, audit("x", b="x", attribute="m.calls"), None, [], id="attribute, equal"),
+        pytest.param(ABC, audit("y", a="xx", b="xx", attribute="m.calls"), T, [0], id="attribute, auditee erred live"),
+        pytest.param(ABC, audit("x", a="yx", b="xx", attribute="m.calls"), T, [0], id="attribute, auditee erred again"),
+        pytest.param(ABC, audit("x", a="xx", b="yx", attribute="m.calls"), T, [1], id="attribute, auditor erred once"),
+        pytest.param(ABC, audit("y", a="yy", b="xx", attribute="m.calls"), I, [], id="attribute, each its own"),
+        pytest.param(ABC, audit("y", a="yy", b="xx", c="x", attribute="m.calls"), I, [], id="attribute, one apart"),
+        pytest.param(ABC, audit("y", a="yx", b="xx", attribute="m.calls"), I, [], id="attribute, two executions"),
+        pytest.param(ABC, audit("y", a="xx", b="--", attribute="m.calls"), I, [], id="attribute, no auditor"),
+        pytest.param(ABC, audit("n", b="n", alarm="the loss is NaN", attribute="m.calls"), I, [], id="attribute, NaN"),
+        pytest.param(A, audit("y", a="xx", pair=(0, 0), attribute="m.calls"), I, [], id="attribute, alone"),
         # R is agreed and bad anyway
         pytest.param(ABC, audit(NAN, alarm="the loss is NaN", b=""), I, [], id="alarm, nobody replayed"),
         pytest.param(ABC, audit("n", b="n", alarm="the loss is NaN"), S, [0], id="alarm, neighbour agrees"),
@@ -166,6 +181,7 @@ def test_on_one_node_the_device_is_named_without_the_host() -> None:
     ("evidence", "word"),
     [
         (audit("y", b="x", outside_state="model.codebook"), "'model.codebook'"),
+        (audit("y", a="yy", b="xx", attribute="model.calls"), "'model.calls'"),
         (audit("1", a="23", b="45"), "use_deterministic_algorithms"),
         (audit("1", a="11", b="--", c="-"), "out of memory"),
         (audit("n", b="n", alarm="the loss is not finite"), "the loss is not finite"),

@@ -194,6 +194,16 @@ def test_nothing_is_rerun_where_a_rerun_would_say_nothing(more: dict[str, object
     assert next_replays(audit(0, 1, [recorded(0, "y"), *ran(1, "x")], **more), ABC) == ()
 
 
+def test_where_forwards_change_an_attribute_the_pair_is_asked_and_nobody_else() -> None:
+    known = [recorded(0, "y"), *ran(1, "x")]
+    asked = next_replays(audit(0, 1, known, attribute="model.calls"), ABC)
+    assert asked == (Replay(executor=0, auditee=0, times=2), Replay(executor=1, auditee=0, times=1))
+    known += [*ran(0, "y", "y"), *ran(1, "x")]
+    assert next_replays(audit(0, 1, known, attribute="model.calls"), ABC) == ()
+    assert next_replays(audit(0, 1, [recorded(0, "x"), *ran(1, "x")], attribute="model.calls"), ABC) == ()
+    assert next_replays(audit(0, 1, [recorded(0, "x"), *ran(1, None)], attribute="model.calls"), ABC) == ()
+
+
 def test_nothing_is_rerun_between_unlike_environments() -> None:
     assert next_replays(audit(0, 1, [recorded(0, "y"), *ran(1, "x")]), on_nodes("abc", "efe")) == ()
 

@@ -55,6 +55,7 @@ class _Compared:
     replay_finite: bool
     failure: str
     outside_state: str
+    attribute: str
     tensors: tuple[str, ...]
     auditee_weights: int | None
     own: tuple[Execution, ...]
@@ -188,9 +189,9 @@ class Audit:
         return self._reading
 
     @property
-    def outside_state(self) -> str:
-        """What this rank's live forward has changed outside of its capture, as ``module.attribute``; "" where nothing."""
-        return self._recorder.outside_state
+    def attribute(self) -> str:
+        """The attribute that this rank's live forward has changed, as ``module.attribute``; "" where none."""
+        return self._recorder.attribute
 
     @property
     def recorded(self) -> Reading | None:
@@ -205,6 +206,7 @@ class Audit:
         *,
         failure: str,
         outside_state: str,
+        attribute: str,
         weights: int,
         auditee_weights: int | None,
         finite: bool,
@@ -232,6 +234,7 @@ class Audit:
             replay_finite=replay_finite,
             failure=failure,
             outside_state=outside_state,
+            attribute=attribute,
             tensors=differing[:8],
             auditee_weights=auditee_weights,
             own=tuple(own),
@@ -280,6 +283,7 @@ class Audit:
                     executions=tuple(executions),
                     weights_equal=view.weights == view.auditee_weights,
                     outside_state=view.outside_state or own.outside_state,
+                    attribute=view.attribute or own.attribute,
                     tensors=view.tensors,
                 )
             )

@@ -158,25 +158,33 @@ class Replicas:
         else:
             self._values = self._counters()
 
-    def read(self, *, gradients: bool) -> None:
-        """Take the fingerprints of everything that must be equal; where the state is sharded all ranks call it together."""
+    def read(self, *, gradients: bool, state: bool = True) -> None:
+        """Take the fingerprints of everything that must be equal; where the state is sharded all ranks call it together.
+
+        Args:
+            gradients: those too.
+            state: weights and optimizer state too; without it what was read of them last in this step still holds.
+        """
         self._mine = {}
         try:
-            self._take(gradients=gradients)
+            self._take(gradients=gradients, state=state)
             self._mine = self._shares() if self._exchange is not None else {}
         finally:  # the others wait for this rank, also where it could not read its own state
             if self._exchange is not None:
                 self._unlike = _unlike(self._exchange(self._mine))
 
-    def _take(self, *, gradients: bool) -> None:
+    def _take(self, *, gradients: bool, state: bool) -> None:
         self._values = self._counters()
-        buffers = [e for e in self._inventory.buffers() if e.replicated]
-        self._tables = {
-            "weights": _table(self._inventory.weights()),
-            "optimizer_state": _table(self._inventory.optimizer_state()),
-            "gradient": _table(self._inventory.gradients() if gradients else []),
-            "buffers": _table(buffers),
-        }
+        if state or not self._tables:
+            self._tables = {
+                "weights": _table(self._inventory.weights()),
+                "optimizer_state": _table(self._inventory.optimizer_state()),
+            }
+        compared = (
+            [e for e in self._inventory.gradients() if e.copies is None or len(e.copies) > 1] if gradients else []
+        )
+        self._tables["gradient"] = _table(compared)
+        self._tables["buffers"] = _table([e for e in self._inventory.buffers() if e.replicated])
 
     def _shares(self) -> _Shares:
         """By site, one number for each set of ranks that must hold the same shards as this one."""

@@ -181,7 +181,7 @@ def _hand_over(
 def _adopt(ring: Ring, run: Run, losses: list[torch.Tensor]) -> None:
     """This rank's own rerun takes the place of its live run."""
     put_losses(losses, run.losses)
-    ring.replayer.write_buffers(run.buffers)
+    ring.replayer.adopt(run)
 
 
 def put_losses(losses: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

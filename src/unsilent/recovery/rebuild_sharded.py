@@ -103,6 +103,7 @@ def rebuild_sharded(
     losses: list[torch.Tensor],
     *,
     recorded: str | None,
+    measured: bool,
     observe: Callable[[torch.Tensor], None],
 ) -> float | None:
     """Make this step's gradients again with the shares in place; see :func:`unsilent.recovery.rebuild.rebuild`.
@@ -110,6 +111,7 @@ def rebuild_sharded(
     Args:
         recorded: the digest of this rank's live run, which its rerun must give again unless a share says otherwise; None
             for any.
+        measured: measure by how much the gradient has changed; without it, it is taken not to have.
     """
     substitutes = {share.auditee: share.source for share in shares if share.source != share.auditee}
     again = Pass(
@@ -119,14 +121,14 @@ def rebuild_sharded(
         kernels=ring.kernels,
         start=ring.start,
     )
-    before = _gradients(replayer)
+    before = _gradients(replayer) if measured else []  # themselves: the pass leaves others in their place
     made, _ = make_again(world, replayer, again, digest_of=ring.audit.digest_of, observe=observe)
     if made is None:
         return None
     put_losses(losses, made.losses)
-    replayer.write_buffers(made.buffers)
+    replayer.adopt(made)
     torch.clear_autocast_cache()
-    return _change(world, before, _gradients(replayer), again.works[world.rank].step)
+    return _change(world, before, _gradients(replayer), again.works[world.rank].step) if measured else 0.0
 
 
 def _swap_results(world: World, again: Pass, stood_in: Mapping[int, Execution], made: Execution) -> None:
@@ -141,12 +143,13 @@ def _swap_results(world: World, again: Pass, stood_in: Mapping[int, Execution], 
             right = torch.stack([loss.reshape(()) for loss in made.losses])
             world.receive(right, source)
             made.losses[:] = list(right)
+            made.attributes = None  # its own run's are those of a device that errs
             for name in sorted(made.buffers):
                 world.receive(made.buffers[name], source)
 
 
 def _gradients(replayer: ShardedReplayer) -> list[torch.Tensor]:
-    return [local(p.grad).clone() for p in replayer.inner.parameters() if p.grad is not None]
+    return [local(p.grad) for p in replayer.inner.parameters() if p.grad is not None]
 
 
 def _change(world: World, before: list[torch.Tensor], after: list[torch.Tensor], step: int) -> float:

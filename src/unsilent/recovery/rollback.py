@@ -246,8 +246,8 @@ class Rollback:
         try:
             for auditee, its in works.items():
                 run = self._replayer.run(its, kernels=past.kernels, spread=True)
-                if run.outside_state:
-                    problem = f"module {run.outside_state} keeps state outside its buffers"
+                if run.attribute:
+                    problem = f"the forward changes {run.attribute}, which lies outside of buffers"
                 made[auditee] = _Made.of(run, past)
         except Exception as error:  # noqa: BLE001 - all ranks must learn of it before anyone acts
             problem = f"step {step} could not be run again: {type(error).__name__}: {error}"

@@ -54,7 +54,7 @@ class ShardedRollback(Rollback):
         made, problem = make_again(self._world, replayer, again, digest_of=lambda reading: "", observe=observe)
         if made is None:
             return None, problem
-        stateful = f"module {made.outside_state} keeps state outside its buffers" if made.outside_state else ""
+        stateful = f"the forward changes {made.attribute}, which lies outside of buffers" if made.attribute else ""
         if problem := self._first_problem(work.step, stateful, TAG_RAN):
             return None, problem
         replayer.write_buffers(made.buffers)
