@@ -268,7 +268,10 @@ class Guard:
             loss_scale=lambda: self.scaler.get_scale() if self.scaler is not None and self._scales else 1.0,
             clip_norm=self.clip_norm, ranks=self.world.size,
         )  # fmt: skip
-        self.ring = Ring(self.world, self.replayer, self.audit, self._auditors, crossings=self.crossings)
+        self.ring = Ring(
+            self.world, self.replayer, self.audit, self._auditors,
+            crossings=self.crossings, repairs=self.config.mode == "act",
+        )  # fmt: skip
         self.rollback = (ShardedRollback if self._sharded else Rollback)(
             self.world,
             self.inventory,

@@ -86,7 +86,8 @@ class Execution:
     ``buffers`` are all tensors that the work's capture names, as the forward left them. ``attribute`` names one that the run
     has changed ("" where none), and ``attributes`` are all of them as it left them then. ``communicated`` says that the
     user's code used the job's process group, so that no rank may rerun it alone. ``extremes`` stand for gradients that were
-    not kept: the least and the largest of their elements.
+    not kept: the least and the largest of their elements. ``reduced`` are the gradients of the step, by ``id(parameter)``, where
+    the rerun has reduced them; ``.grad`` stayed as it was.
     """
 
     reading: Reading
@@ -97,6 +98,7 @@ class Execution:
     attributes: Attributes | None = None
     communicated: bool = False
     extremes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    reduced: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
     @property
     def finite(self) -> bool:
@@ -297,13 +299,22 @@ class Replayer:
         self.traffic = traffic
         self.running = False
 
-    def run(self, work: Work, *, kernels: Kernels, start: Attributes | None = None, spread: bool = False) -> Execution:
+    def run(
+        self,
+        work: Work,
+        *,
+        kernels: Kernels,
+        start: Attributes | None = None,
+        spread: bool = False,
+        reduced: bool = False,
+    ) -> Execution:
         """Compute loss, local gradients and written buffers of ``work`` with this rank's weights.
 
         Args:
             kernels: the mode that the recorded run had.
             start: attributes to begin from, where the live step took a snapshot of them.
             spread: micro-batches may overlap on the device; those that write buffers never do.
+            reduced: where all ranks rerun together, reduce the gradients and keep them with the result; else without meaning.
 
         Raises:
             Exception: whatever the user's code raises; everything is put back first.

@@ -6,7 +6,6 @@ Every rank takes part in every exchange, also one whose own part failed: it send
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -45,6 +44,7 @@ class Ring:
     Args:
         auditors: for each rank, who audits it; None where nobody can, then it replays its own work.
         crossings: where ranks compute batches together, notes what a rerun shows of the way that values take.
+        repairs: steps are put right, so that a rerun in which all ranks have their own work may make its gradients ready.
     """
 
     def __init__(
@@ -55,9 +55,10 @@ class Ring:
         auditors: Sequence[int | None],
         *,
         crossings: Crossings | None = None,
+        repairs: bool = False,
     ) -> None:
         self.world, self.replayer, self.audit = world, replayer, audit
-        self.crossings = crossings
+        self.crossings, self._repairs = crossings, repairs
         self.auditors = auditors
         inverse = {auditor: auditee for auditee, auditor in enumerate(auditors) if auditor is not None}
         self.auditor: int | None = auditors[world.rank]
@@ -68,6 +69,8 @@ class Ring:
         #: the state has changed since this step was recorded, so that its recording is that of other weights
         self.stale = False
         self.start: Attributes | None = None
+        #: where ranks rerun together: the last rerun in which all had their own work, with its reduced gradients
+        self.ready: Run | None = None
 
     def begin(self, work: Work | None, *, kernels: Kernels, start: Attributes | None) -> None:
         """Take this rank's own work of the step; ``start`` are the attributes its forward began with, if known."""
@@ -75,6 +78,7 @@ class Ring:
         self.kernels = kernels
         self.stale = False
         self.start = start
+        self.ready = None
 
     def swap(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:
         """Send this rank's work to its auditor and receive the auditee's; every rank calls it.
@@ -150,9 +154,7 @@ class Ring:
             if not requests:
                 break
             self._forward(requests, step)
-            asked = [r.auditee for r in requests if r.executor == self.world.rank for _ in range(r.times)]
-            mine = [(auditee, self._execution(*self._rerun(auditee))) for auditee in asked]
-            self._keep_up(requests, done=len(asked))
+            mine = self._answers(requests)
             everyone = self.world.gather(mine, step=step, tag=_TAG_EXECUTIONS)
             made = [
                 (teams.lead(parts[0][0]), teams.one_execution([execution for _, execution in parts]))
@@ -170,9 +172,11 @@ class Ring:
         for _ in range(1 + own_replays if self.replayer.together else 0):
             self._rerun(self.world.rank)
 
-    def rerun(self, auditee: int, *, spread: bool = False) -> Run:
-        """Rerun work that this rank holds; raises what the user's code raises. ``spread`` as in :meth:`Replayer.run`."""
-        return self.replayer.run(self.works[auditee], kernels=self.kernels, start=self.start, spread=spread)
+    def rerun(self, auditee: int, *, spread: bool = False, reduced: bool = False) -> Run:
+        """Rerun work that this rank holds; raises what the user's code raises. For the options see :meth:`Replayer.run`."""
+        return self.replayer.run(
+            self.works[auditee], kernels=self.kernels, start=self.start, spread=spread, reduced=reduced
+        )
 
     def _parcel(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:
         if reading is None:
@@ -225,23 +229,36 @@ class Ring:
         except Exception:  # noqa: BLE001 - an empty parcel: the executor reports that it could not run it
             return b""
 
-    def _keep_up(self, requests: Sequence[Replay], *, done: int) -> None:
-        """Where reruns are made together: this rank's own work again, as often as the others have more to do."""
-        if not self.replayer.together:
-            return
-        asked = Counter[int]()
-        for request in requests:
-            asked[request.executor] += request.times
-        for _ in range(max(asked.values()) - done):
-            self._rerun(self.world.rank)
+    def _answers(self, requests: Sequence[Replay]) -> list[tuple[int, Execution]]:
+        """Whose work this rank was asked to rerun, and what came out.
 
-    def _rerun(self, auditee: int) -> tuple[Run | None, str]:
+        Where reruns are made together, a rank that has nothing more to do reruns its own work, as often as the others go on. If
+        all ranks have their own in the last of these reruns, it is a whole step: its gradients are made ready for a repair.
+        """
+        rank = self.world.rank
+        asked: dict[int, list[int]] = {member: [] for member in range(self.world.size)}
+        for request in requests:
+            asked[request.executor] += [request.auditee] * request.times
+        turns = max(map(len, asked.values())) if self.replayer.together else len(asked[rank])
+        made: list[tuple[int, Execution]] = []
+        for turn in range(turns):
+            whose = {member: works[turn] if turn < len(works) else member for member, works in asked.items()}
+            whole = turn == turns - 1 and all(member == auditee for member, auditee in whose.items())
+            readies = whole and self.replayer.together and self._repairs
+            run, failure = self._rerun(whose[rank], reduced=readies)
+            if readies:
+                self.ready = run
+            if turn < len(asked[rank]):
+                made.append((whose[rank], self._execution(run, failure)))
+        return made
+
+    def _rerun(self, auditee: int, *, reduced: bool = False) -> tuple[Run | None, str]:
         try:
             if auditee not in self.works:
                 if self.replayer.together:
                     self.rerun(self.world.rank)
                 return None, "the work did not arrive"
-            run = self.rerun(auditee)
+            run = self.rerun(auditee, reduced=reduced)
             self.audit.communicates |= run.communicated
             return run, ""
         except RankFailure:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from unsilent.fingerprints import sums
 from unsilent.reduction import Bucket, Observer
 from unsilent.sharding import fsdp_modules, is_torchs_own, module_groups
 from unsilent.world import World
+
+#: what becomes of a rerun's gradients once they are reduced: left in ``.grad``, or put aside, where ``.grad`` stays as it was
+Reduces = Literal["in place", "aside"]
 
 
 class Handover:
@@ -48,10 +51,12 @@ class Handover:
 
 @dataclass
 class Recording:
-    """What a rerun has shown, on the device: the sums of each group's input, and its extremes unless somebody observes it."""
+    """What a rerun has shown, on the device: the sums of each group's input, and its extremes unless somebody observes it; at
+    its end also the reduced gradients, by ``id(parameter)``, where they were put aside."""
 
     rows: dict[Hashable, torch.Tensor] = field(default_factory=dict[Hashable, torch.Tensor])
     extremes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    reduced: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
 
 class ShardedReduction:
@@ -114,7 +119,7 @@ class ShardedReduction:
     def again(
         self,
         *,
-        silent: bool,
+        reduces: Reduces | None,
         take: Sequence[Handover] = (),
         give: Sequence[Handover] = (),
         observe: Callable[[torch.Tensor], None] | None = None,
@@ -122,11 +127,12 @@ class ShardedReduction:
         """Bracket a rerun, on all ranks at once.
 
         Args:
-            silent: nothing is reduced, and ``.grad`` stays as it was; else the rerun's gradients are left there.
+            reduces: whether gradients are reduced, and where they are left; with None ``.grad`` stays as it was.
             take, give: gradients that are handed over in this pass.
             observe: sees each group's input just before it is reduced.
         """
         self._empty()
+        silent = reduces is None
         gradients = [(p, p.grad) for p in self.inner.parameters()]
         hooks: list[tuple[Any, Any]] = [(p, p._post_accumulate_grad_hooks) for p in self.inner.parameters()]
         others = [(g.torch_group._partial_reduce_output, g.torch_group._all_reduce_hook) for g in self.groups]
@@ -148,7 +154,9 @@ class ShardedReduction:
                 self._clear()
             self.reshard()
             for (parameter, gradient), (_, hook) in zip(gradients, hooks, strict=True):
-                if silent or not done:
+                if done and reduces == "aside" and parameter.grad is not None:
+                    recording.reduced[id(parameter)] = parameter.grad
+                if reduces != "in place" or not done:
                     parameter.grad = gradient
                 parameter._post_accumulate_grad_hooks = hook
             for group, (partial, hook) in zip(self.groups, others, strict=True):

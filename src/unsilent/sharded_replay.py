@@ -13,7 +13,7 @@ from unsilent.determinism import Kernels, running_with
 from unsilent.errors import RankFailure
 from unsilent.generators import write_generators
 from unsilent.replay import Execution, LossFunction, Replayer, Work, assemble, copy_batch, named
-from unsilent.sharded_reduction import Handover, ShardedReduction
+from unsilent.sharded_reduction import Handover, Reduces, ShardedReduction
 from unsilent.weighing import share_of
 from unsilent.world import World
 
@@ -42,9 +42,17 @@ class ShardedReplayer(Replayer):
         self._reduction = reduction
         self._world = world
 
-    def run(self, work: Work, *, kernels: Kernels, start: Attributes | None = None, spread: bool = False) -> Execution:
-        """A rerun in which nothing is reduced: it leaves no trace. ``spread`` has no meaning here."""
-        return self.run_again(work, kernels=kernels, start=start)
+    def run(
+        self,
+        work: Work,
+        *,
+        kernels: Kernels,
+        start: Attributes | None = None,
+        spread: bool = False,
+        reduced: bool = False,
+    ) -> Execution:
+        """A rerun that leaves no trace. ``spread`` has no meaning here."""
+        return self.run_again(work, kernels=kernels, start=start, reduces="aside" if reduced else None)
 
     def run_again(
         self,
@@ -52,18 +60,17 @@ class ShardedReplayer(Replayer):
         *,
         kernels: Kernels,
         start: Attributes | None = None,
-        reduces: bool = False,
+        reduces: Reduces | None = None,
         take: Sequence[Handover] = (),
         give: Sequence[Handover] = (),
         observe: Callable[[torch.Tensor], None] | None = None,
     ) -> Execution:
-        """Compute loss, gradients and written buffers of ``work``; the gradients themselves are not kept.
+        """Compute loss, gradients and written buffers of ``work``; this rank's own gradients are not kept.
 
         Args:
             kernels: the mode that the recorded run had.
             start: attributes to begin from, where the live step took a snapshot of them.
-            reduces: reduce the gradients and leave them in ``.grad``; generators and buffers are put back all the same.
-            take, give, observe: see :meth:`ShardedReduction.again`.
+            reduces, take, give, observe: see :meth:`ShardedReduction.again`; generators and buffers are put back in any case.
 
         Raises:
             RankFailure: it could not be run here, or on another rank; the run cannot go on then.
@@ -84,7 +91,7 @@ class ShardedReplayer(Replayer):
         *,
         kernels: Kernels,
         start: Attributes | None,
-        reduces: bool,
+        reduces: Reduces | None,
         take: Sequence[Handover],
         give: Sequence[Handover],
         observe: Callable[[torch.Tensor], None] | None,
@@ -94,7 +101,7 @@ class ShardedReplayer(Replayer):
                 start.restore()
             before = Attributes(self.inner)
             losses: list[torch.Tensor] = []
-            with self._reduction.again(silent=not reduces, take=take, give=give, observe=observe) as recording:
+            with self._reduction.again(reduces=reduces, take=take, give=give, observe=observe) as recording:
                 for i, micro_batch in enumerate(work.micro_batches):
                     if i == 0:  # later ones begin with what the ones before have written here
                         self._restore_buffers(micro_batch.buffers)
@@ -119,4 +126,5 @@ class ShardedReplayer(Replayer):
             attribute=attribute,
             attributes=left,
             extremes=recording.extremes,
+            reduced=recording.reduced,
         )

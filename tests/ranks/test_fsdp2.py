@@ -104,9 +104,13 @@ def train(
     parts: int = 1,
     seeds: bool = False,
     nodes: int | None = None,
+    errs_again: int | None = None,
     **config: Any,
 ) -> dict[str, Any]:
-    """A run, guarded if it has a directory; its weights and what the guard said."""
+    """A run, guarded if it has a directory; its weights, what the guard said, and what became of its reruns' gradients.
+
+    ``errs_again``: this rank errs once more, in the rerun whose gradients are made ready.
+    """
     model = build(mesh_of(size, replicas), policy, reshard, seed=100 + rank if seeds else 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(7 + rank)
@@ -129,6 +133,7 @@ def train(
     if fault is not None:
         injector = Injector(model, optimizer, Fault(**fault), rank=rank, world_size=size, node=node,
                             replaying=lambda: guard.replayer.running)  # fmt: skip
+    reruns = note_reruns(guard, model if errs_again == rank else None)
     said: list[tuple[int, str, str, str, list[int | None]]] = []
     try:
         for step in range(STEPS):
@@ -146,8 +151,26 @@ def train(
         if injector is not None:
             injector.close()
         guard.close()
-    return {"bits": bits(model), "said": said, "coverage": coverage,
+    return {"bits": bits(model), "said": said, "coverage": coverage, "reruns": reruns,
             "fired": [r for r in injector.record if r.changed] if injector else []}  # fmt: skip
+
+
+def note_reruns(guard: Any, errs: Any) -> list[str | None]:
+    """What becomes of the gradients of each rerun; a model that ``errs`` does so where they are put aside."""
+    reruns: list[str | None] = []
+    again = guard.reduction.again
+
+    def noted(**options: Any) -> Any:
+        reruns.append(options["reduces"])
+        return again(**options)
+
+    def err(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 1.5 if guard.replayer.running and reruns[-1] == "aside" else output
+
+    guard.reduction.again = noted
+    if errs is not None:
+        errs.blocks[1].up.register_forward_hook(err)
+    return reruns
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -183,6 +206,26 @@ def test_one_wrong_value_names_its_producer_and_ends_bit_identical(
     for one, other in zip(plain, guarded, strict=True):
         assert other["said"] == [(3, "TRANSIENT", "gradient", "REPAIR", [2])]
         assert same(one["bits"], other["bits"])
+
+
+@pytest.mark.parametrize(("errs_again", "whole"), [(None, ["aside"]), (0, ["aside", "in place"])])
+def test_a_repair_takes_what_the_inquiry_has_made_unless_that_is_wrong(
+    pool: RankPool, tmp_path: Path, errs_again: int | None, whole: list[str]
+) -> None:
+    plain = pool.results(train, None)
+    hit = partial(train, errs_again=errs_again)
+    guarded = pool.results(hit, str(tmp_path), {**FORWARD, "rank": 2, "step": 3})
+    for one, other in zip(plain, guarded, strict=True):
+        assert other["said"] == [(3, "TRANSIENT", "gradient", "REPAIR", [2])]
+        assert [reduces for reduces in other["reruns"] if reduces is not None] == whole
+        assert same(one["bits"], other["bits"])
+
+
+def test_where_nothing_is_repaired_nothing_is_reduced_in_reruns(pool3: RankPool, tmp_path: Path) -> None:
+    observed = partial(train, mode="observe")
+    for one in pool3.results(observed, str(tmp_path), {**FORWARD, "rank": 2, "step": 3}):
+        assert [kind for _, kind, *_ in one["said"]] == ["TRANSIENT"]
+        assert set(one["reruns"]) == {None}
 
 
 STUCK = {"site": "forward", "target": "blocks.1.up", "pattern": "stuck_lane"}

@@ -1,7 +1,7 @@
 """REPAIR and RECOMPUTE of a sharded model: forward, backward and reduction of the step again, on all ranks together.
 
-Where one rank's own rerun gives the right value, or nothing is known to be wrong, one pass is enough. Where a rank errs in
-every execution, a first pass brings the gradients of another rank's rerun of its work, chunk by chunk, to all ranks; in the
+Where one rank's own rerun gives the right value, or nothing is known to be wrong, one pass is enough, and none where the
+inquiry has made one already. Where a rank errs in every execution, a first pass brings the gradients of another rank's rerun of its work, chunk by chunk, to all ranks; in the
 second they take the place of its own, just before each reduction. So no gradient of the whole model is ever held.
 """
 
@@ -25,7 +25,7 @@ from unsilent.sharded_replay import ShardedReplayer
 from unsilent.sharding import local
 from unsilent.world import World
 
-_TAG_RIGHT, _TAG_CHANGE = 32, 33
+_TAG_RIGHT, _TAG_CHANGE, _TAG_READY = 32, 33, 35
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def make_again(
         handovers.append(handover)
         if failed := _first(world.gather(problem, step=again.works[mine].step, tag=_TAG_RIGHT)):
             return None, failed
-    made = run(mine, reduces=True, give=tuple(handovers), observe=observe)
+    made = run(mine, reduces="in place", give=tuple(handovers), observe=observe)
     if failed := _first(world.gather(problem, step=again.works[mine].step, tag=_TAG_RIGHT)):
         return None, failed
     _swap_results(world, again, stood_in, made)
@@ -122,13 +122,39 @@ def rebuild_sharded(
         start=ring.start,
     )
     before = _gradients(replayer) if measured else []  # themselves: the pass leaves others in their place
-    made, _ = make_again(world, replayer, again, digest_of=ring.audit.digest_of, observe=observe)
+    ready, ring.ready = ring.ready, None
+    made = None
+    if shares and not substitutes and not ring.stale:
+        made = _take(world, replayer, ready, again, digest_of=ring.audit.digest_of, observe=observe)
+    if made is None:
+        made, _ = make_again(world, replayer, again, digest_of=ring.audit.digest_of, observe=observe)
     if made is None:
         return None
     put_losses(losses, made.losses)
     replayer.adopt(made)
     torch.clear_autocast_cache()
     return _change(world, before, _gradients(replayer), again.works[world.rank].step) if measured else 0.0
+
+
+def _take(
+    world: World,
+    replayer: ShardedReplayer,
+    ready: Execution | None,
+    again: Pass,
+    *,
+    digest_of: Callable[[Reading], str],
+    observe: Callable[[torch.Tensor], None],
+) -> Execution | None:
+    """The gradients that the last rerun of the inquiry has made, if on all ranks it has given what it had to give."""
+    right = ready is not None and again.wanted.get(world.rank) in (None, digest_of(ready.reading))
+    if not all(world.gather(right, step=again.works[world.rank].step, tag=_TAG_READY)):
+        return None
+    assert ready is not None
+    for parameter in replayer.inner.parameters():
+        parameter.grad = ready.reduced.get(id(parameter))
+    for extreme in ready.extremes:
+        observe(extreme)
+    return ready
 
 
 def _swap_results(world: World, again: Pass, stood_in: Mapping[int, Execution], made: Execution) -> None:
