@@ -11,6 +11,10 @@ from unsilent.checks.finite import FiniteConfig
 from unsilent.checks.update import UpdateConfig
 from unsilent.errors import UsageError
 
+NO_CHECKPOINT = (
+    "with averaged_every no checkpoint is certified, since each rank has optimizer state that no other can vouch for"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
@@ -39,6 +43,9 @@ class GuardConfig:
         on_guard_error: a fault in the guard itself switches the check off on all ranks (``"disable"``) or raises.
         on_inconclusive: what to do when nobody can tell the right value.
         node: the name of this host; None takes ``UNSILENT_NODE``, ``NODE_NAME``, ``SLURMD_NODENAME`` or the host's name.
+        averaged_every: local SGD: gradients are not reduced, and the run itself makes the weights of all ranks alike, bit for bit,
+            after the step in which the number of completed updates becomes a multiple of this. Only steps that begin with
+            such weights are audited and voted on. None where ranks hold the same weights all the time.
         replicated_buffers: names of buffers that all ranks must hold alike; others may differ (BatchNorm).
         keep_checkpoints: how many checkpoints are kept, the newest certified one among them: that one and the one just
             written always stay. One without a certificate is not counted, and not deleted to make room.
@@ -63,6 +70,7 @@ class GuardConfig:
     on_guard_error: Literal["disable", "raise"] = "disable"
     on_inconclusive: Literal["continue", "stop"] = "continue"
     node: str | None = None
+    averaged_every: int | None = None
     replicated_buffers: tuple[str, ...] = ()
     keep_checkpoints: int = 3
     require_localization: bool = False
@@ -71,10 +79,19 @@ class GuardConfig:
     update: UpdateConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("audit_every", "replicas_every", "save_every", "total_steps", "snapshot_every"):
+        for name in ("audit_every", "replicas_every", "save_every", "total_steps", "snapshot_every", "averaged_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}: it must be at least 1, or None to switch it off")
+        for name in ("audit_every", "replicas_every"):
+            value = getattr(self, name)
+            if self.averaged_every is not None and value is not None and value % self.averaged_every:
+                raise UsageError(
+                    f"{name} is {value} and averaged_every is {self.averaged_every}: it must be a multiple, since ranks hold the "
+                    "same weights only then"
+                )
+        if self.averaged_every is not None and self.save_every is not None:
+            raise UsageError(f"save_every is {self.save_every}: {NO_CHECKPOINT}")
         choices = {
             "mode": ("act", "observe"),
             "quarantine": ("ask", "auto"),

@@ -39,7 +39,7 @@ from unsilent.checks.finite import Finite
 from unsilent.checks.protocol import Check, Coverage, Moment
 from unsilent.checks.replicas import Replicas
 from unsilent.checks.update import Update
-from unsilent.config import GuardConfig
+from unsilent.config import NO_CHECKPOINT, GuardConfig
 from unsilent.crossings import Crossings
 from unsilent.determinism import Kernels, missing_settings, running_with
 from unsilent.errors import (
@@ -225,6 +225,15 @@ class Guard:
             else Reduction(self.model, self._observers, self.world.watcher)
         )
         self._taken.callback(self.reduction.close)
+        if self.config.averaged_every is not None and (self.reduction.reduces or self.layout is not None):
+            raise UsageError(
+                "averaged_every is for local SGD, in which every rank trains by itself between two averages of the weights, and this "
+                "model's gradients are reduced in every step: leave averaged_every out, or take the wrapper off"
+            )
+        if self.config.averaged_every is not None and self._scales:
+            raise UsageError(
+                "averaged_every was given with a loss scaler, whose scale would differ from rank to rank: train in bf16"
+            )
         self._weighing = Weighing(self.world, averages=self.reduction.reduces)
         self.recorder = Recorder(self.inner, synchronises=self.reduction.synchronises_buffers)
         self._taken.callback(self.recorder.close)
@@ -248,6 +257,7 @@ class Guard:
             partitioned=self._partitioned,
             alone=self._alone,
             partly_alone=any(some for _, some in everywhere),
+            averaged=self.config.averaged_every is not None,
         )
         self.audit = Audit(
             self.inner,
@@ -339,7 +349,10 @@ class Guard:
         declarations["guard"] = Declaration(flags=("unreduced", *errors))
         self._agreement = Agreement(declarations)
         periods = {"audit": self.config.audit_every, "replicas": self.config.replicas_every}
-        self._schedule = Schedule({name: period for name, period in periods.items() if period is not None})
+        self._schedule = Schedule(
+            {name: period for name, period in periods.items() if period is not None},
+            first_steps=self.config.averaged_every is not None,
+        )
 
         self._first = True
         self._last_run = dict.fromkeys(self._schedule.periods, 0)
@@ -474,10 +487,13 @@ class Guard:
             due.add("audit")
         if self._sharded and "audit" in due and config.replicas_every is not None:
             due.add("replicas")  # a pair cannot compare its weights: the copies of each shard are compared
+        apart = config.averaged_every is not None and step % config.averaged_every != 0
+        if apart:
+            due -= {"audit", "replicas"}
         due &= set(self.checks)
         if self.audit.strength is Strength.OFF:
             due.discard("audit")
-        moment = Moment(step=step, due=frozenset(due), first=self._first)
+        moment = Moment(step=step, due=frozenset(due), first=self._first, apart=apart)
         self.last_due = moment.due
         self._must_not_be_overdue(moment)
         for name, check in self.checks.items():
@@ -587,6 +603,7 @@ class Guard:
                 "action", moment.step, verdict=finding.verdict, action=decision.action, seconds=seconds,
                 reason=decision.reason,
             )  # fmt: skip
+        self.ring.ready = None
         if "audit" in moment.due and "audit" in self.checks and self.calibration.due:
             self.calibration.settle(moment.step)
         return first_action, first_verdict
@@ -761,6 +778,8 @@ class Guard:
         """Why nothing is kept to go back to, "" where it is."""
         if self._loop is not None:
             return "this loop makes its updates itself, so past ones cannot be made again (guard.watch)"
+        if self.config.averaged_every is not None:
+            return "past steps cannot be made again where the run averages its weights itself (averaged_every)"
         kept = self.config.snapshot_every is not None and self._replicas_on and self.world.size > 1
         return "" if kept else "nothing is kept to go back to (snapshot_every, replicas_every)"
 
@@ -796,6 +815,7 @@ class Guard:
         """
         with together(self.world, self.journal, CheckpointError, UsageError, OSError):
             self._settle("guard.save")
+            self._must_be_one_state()
             self.reduction.reshard()  # what an evaluation has gathered: a checkpoint knows shards
             unsound = self.response.unsound
             alike = not unsound and (not self._replicas_on or self._vote_now(_PHASE_SAVE))
@@ -863,6 +883,10 @@ class Guard:
         """A watched step whose update was left out is over by now; ``before`` is what was called."""
         if self._loop is not None:
             self._loop.settle(before)
+
+    def _must_be_one_state(self) -> None:
+        if self.config.averaged_every is not None:
+            raise UsageError(f"the state was not saved: {NO_CHECKPOINT}")
 
     @property
     def _holds_parts(self) -> bool:
@@ -942,6 +966,7 @@ class Guard:
         """
         with together(self.world, self.journal, CheckpointError, UsageError):
             self._settle("guard.certify")
+            self._must_be_one_state()
             self.reduction.reshard()  # what an evaluation has gathered: a checkpoint knows shards
             unsound = self.response.unsound
             alike = not unsound and (not self._replicas_on or self._vote_now(_PHASE_SAVE))
@@ -986,6 +1011,9 @@ class Guard:
     def coverage(self) -> tuple[Coverage, ...]:
         """What is looked at in this run, how, when, and what that cannot see."""
         rows = [row for check in self.checks.values() for row in check.coverage()]
+        if self.config.averaged_every is not None:
+            averaged = f"every {self.config.audit_every} steps, after the weights were averaged"
+            rows = [replace(row, when=averaged) if row.check == "audit" else row for row in rows]
         off: list[Coverage] = []
         if self.config.audit_every is None:
             rows = [r for r in rows if r.check != "audit"]
@@ -1036,7 +1064,10 @@ class Guard:
         orderly = watcher.failure is None and not watcher.posted and error is None
         try:
             self._settle("guard.close")
-            if orderly and self.steps and self._replicas_on and not self.response.stopped:
+            votes = (
+                self._replicas_on and self.config.averaged_every is None
+            )  # the last average need not have been made yet
+            if orderly and self.steps and votes and not self.response.stopped:
                 with together(self.world, self.journal):
                     self._vote_now(_PHASE_END)
             self.journal.finished(self.steps, tally=self._tally()) if orderly and not self.response.stopped else None

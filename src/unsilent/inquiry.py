@@ -27,6 +27,7 @@ from unsilent.judge import (
 )
 from unsilent.localize import (
     agreed_value,
+    attribute_may_explain,
     holders,
     nothing_repeats,
     outputs_by_rank,
@@ -289,7 +290,7 @@ class Inquiry:
 
         None when no audit is possible.
         """
-        if "audit" not in self._checks or self._audit.strength is Strength.OFF or self._ring.stale:
+        if "audit" not in self._checks or self._audit.strength is Strength.OFF or self._ring.stale or moment.apart:
             return None
         if "audit" not in moment.due:
             self.compare()
@@ -306,6 +307,8 @@ class Inquiry:
             return None, "it is not known yet whether the work repeats"
         if self._ring.stale:
             return None, "the state was put right in this step, and its recording is that of the one before"
+        if moment.apart:
+            return None, "in this step every rank has weights of its own"
         whole = "audit" in moment.due and not self._audit.rotating
         if self._audit.rotating:
             self._audit.all_micro_batches()
@@ -444,6 +447,8 @@ def _share(audit: AuditEvidence, places: Sequence[Place], *, own_first: bool) ->
     ``own_first``: by the rank itself where its last rerun was right, since that takes one pass less, or since nobody else has
     the attributes that its forward changes.
     """
+    if audit.outside_state or attribute_may_explain(audit):
+        return None
     value = agreed_value(audit, places) or steady_value(audit, places)
     if value is None or recorded_value(audit) == value:
         return None

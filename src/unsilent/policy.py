@@ -112,7 +112,7 @@ def _in_act_mode(verdict: Verdict, situation: Situation) -> Decision:
         else:
             waiting = f"waiting for approval: unsilent approve RUN {node}"
     elif verdict.kind is Kind.PERSISTENT:
-        waiting = "first PERSISTENT verdict on this device: it is audited every step from now on"
+        waiting = "first PERSISTENT verdict on this device: it is audited every step that can be, from now on"
     else:
         waiting = ""
 

@@ -84,7 +84,8 @@ class Execution:
     """The results of one rerun. ``gradients`` are scaled like the recorded ones and keyed by ``id(parameter)``.
 
     ``buffers`` are all tensors that the work's capture names, as the forward left them. ``attribute`` names one that the run
-    has changed ("" where none), and ``attributes`` are all of them as it left them then. ``communicated`` says that the
+    has changed ("" where none); ``attributes`` are all of them as it left them, if it began with those that the live step began
+    with. ``communicated`` says that the
     user's code used the job's process group, so that no rank may rerun it alone. ``extremes`` stand for gradients that were
     not kept: the least and the largest of their elements. ``reduced`` are the gradients of the step, by ``id(parameter)``, where
     the rerun has reduced them; ``.grad`` stayed as it was.
@@ -347,7 +348,7 @@ class Replayer:
                     scale_(gradient, self.scale)
             buffers = {n: t.clone() for n, t in named(self.inner, work.micro_batches[0].buffers).items()}
             attribute, communicated = before.changed(), self.traffic() != traffic
-            left = Attributes(self.inner) if attribute else None
+            left = Attributes(self.inner) if start is not None else None
             reading = read_execution(self.inner, losses, gradients, buffers)
         return Execution(
             reading=reading,

@@ -150,7 +150,7 @@ class Response:
             heal_allowed=in_state
             and remade
             and not self._reduction.sharded  # a wrong shard has been gathered by all ranks of its replica
-            and (moment.first or self._standing.last_clean_vote >= moment.step - 1)
+            and (moment.first or self._standing.last_clean_vote >= moment.step - 1 or self._just_averaged(moment))
             and all(self._world.gather(self._can_heal(finding), step=moment.step, tag=_TAG_HEAL)),
             no_way_back=self._way_back(verdict, moment.step).missing if way_back_matters else "it is not needed",
             contaminated=contaminated,
@@ -173,6 +173,10 @@ class Response:
                 return Decision(action=Action.RECOMPUTE, would=Action.RECOMPUTE, reason=decision.reason)
             return Decision(action=Action.STOP, would=Action.STOP, reason="the gradient is not finite")
         return decision
+
+    def _just_averaged(self, moment: Moment) -> bool:
+        """Whether local SGD has made the weights anew since the last update."""
+        return self._config.averaged_every is not None and not moment.apart
 
     def _has_even_copies(self, verdict: Verdict) -> bool:
         """Whether a vote ended without a majority, among ranks of like environment."""
@@ -341,6 +345,7 @@ class Response:
         way = self._way_back(verdict, step)
         if way.missing:
             self.stop(verdict, step, f"there is no way back: {way.missing}")
+        self._ring.ready = None
         self.unsound = f"the rollback at step {step} has not come to its end, and the state is that of no step"
         if way.saved is None:
             self._rollback.restore()

@@ -14,10 +14,12 @@ class Schedule:
 
     Args:
         periods: steps between two runs of each check, in order of priority.
+        first_steps: each runs in the first step of its period instead, whatever the others do, and cannot be forced.
     """
 
-    def __init__(self, periods: Mapping[str, int]) -> None:
+    def __init__(self, periods: Mapping[str, int], *, first_steps: bool = False) -> None:
         self.periods = dict(periods)
+        self._first_steps = first_steps
         self.offsets: dict[str, int] = {}
         for name, period in self.periods.items():
             taken = [(self.periods[n], o) for n, o in self.offsets.items() if self.periods[n] > 1]
@@ -26,6 +28,8 @@ class Schedule:
 
     def due(self, step: int, *, forced: bool = False) -> frozenset[str]:
         """The checks that run in this step; ``forced`` (saving, last step) runs all."""
+        if self._first_steps:
+            return frozenset(name for name, period in self.periods.items() if step % period == 0)
         if forced:
             return frozenset(self.periods)
         return frozenset(n for n, period in self.periods.items() if (step + 1) % period == self.offsets[n])

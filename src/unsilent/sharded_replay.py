@@ -116,7 +116,7 @@ class ShardedReplayer(Replayer):
                             self.scale_loss(share).backward()
             buffers = {n: t.clone() for n, t in named(self.inner, work.micro_batches[0].buffers).items()}
             attribute = before.changed()
-            left = Attributes(self.inner) if attribute else None
+            left = Attributes(self.inner) if start is not None else None
             reading = assemble(losses, self._reduction.labels(), recording.rows, buffers)
         return Execution(
             reading=reading,

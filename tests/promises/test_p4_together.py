@@ -257,8 +257,10 @@ def _must_name(directory: Path, victim: int) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "agreed vector", "audit", "save"])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("victim", "where"),
+    [(0, "forward"), (2, "forward"), (2, "backward"), (0, "agreed vector"), (2, "audit"), (0, "save")],
+)
 def test_a_killed_rank_ends_all_others_in_time_and_is_named_on_disk(
     pool3: RankPool, tmp_path: Path, victim: int, where: str
 ) -> None:

@@ -114,11 +114,12 @@ def count_in_a_buffer(model: Any) -> None:
 
 def count_in_an_attribute(model: Any) -> None:
     """Attributes belong to the rank: another one that reruns the work begins with its own."""
-    model.last.calls, model.last.norms = 0, []
+    model.last.calls, model.last.norms, model.last.peak = 0, [], 0.0
 
     def count(module: Any, args: Any, output: Any) -> None:
         module.calls += 1
         module.norms.append(float(output.detach().norm()))
+        module.peak = max(module.peak, float(output.detach().abs().max()))
 
     model.last.register_forward_hook(count)
 
@@ -327,7 +328,8 @@ def train(rank: int, size: int, name: str, guarded: bool, fault: bool = False) -
             run.guard.close()
     modules = [run.inner, *([run.ema] if run.ema is not None else [])]
     state = [v for s in run.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    counted = torch.tensor([getattr(run.inner.last, "calls", 0), *getattr(run.inner.last, "norms", [])])
+    last = run.inner.last
+    counted = torch.tensor([getattr(last, "calls", 0), *getattr(last, "norms", []), getattr(last, "peak", 0.0)])
     return {
         "weights": [t.detach().clone() for t in (*(p for m in modules for p in m.parameters()), *state)],
         "buffers": [*(b.clone() for m in modules for b in m.buffers()), counted],

@@ -85,7 +85,6 @@ T, P, S, I = Kind.TRANSIENT, Kind.PERSISTENT, Kind.SOFTWARE, Kind.INCONCLUSIVE  
         # weights of the pair differ: settled by the vote
         pytest.param(ABC, audit("y", b="x", weights_equal=False), None, [], id="unlike weights"),
         pytest.param(ABC, audit("y", a="yy", b="xx", weights_equal=False), None, [], id="unlike weights, replayed"),
-        # attributes outside the capture
         # a parameter that a forward has written outside of the capture
         pytest.param(ABC, audit("y", b="x", outside_state="m.codebook"), I, [], id="outside state, differing"),
         pytest.param(ABC, audit("x", b="x", outside_state="m.codebook"), I, [], id="outside state, equal"),

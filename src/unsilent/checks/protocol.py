@@ -15,11 +15,13 @@ from unsilent.reduction import Bucket
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Where the run is. ``due`` names the checks whose turn it is; ``first`` is the first step after start or load."""
+    """Where the run is. ``due`` names the checks whose turn it is; ``first`` is the first step after start or load; in a step
+    ``apart`` every rank has weights of its own, which local SGD has not averaged yet."""
 
     step: int
     due: frozenset[str]
     first: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,7 @@ class Replicas:
         alone: no rank holds what another holds, so that shards are not compared.
         partly_alone: the same of some shards.
         partitioned: every rank holds the whole of the weights, and a part of the optimizer state that no other has.
+        averaged: only weights are alike, and only in the steps in which votes are due.
     """
 
     name = "replicas"
@@ -92,8 +93,9 @@ class Replicas:
         alone: bool = False,
         partly_alone: bool = False,
         partitioned: bool = False,
+        averaged: bool = False,
     ) -> None:
-        self._partitioned = partitioned
+        self._partitioned, self._averaged = partitioned, averaged
         self.period = period
         self._exchange, self._alone, self._partly_alone = exchange, alone, partly_alone
         self._mine: _Shares = {}
@@ -110,6 +112,8 @@ class Replicas:
         )  # fmt: skip
         if not self.period:  # no votes: the counters are compared all the same
             return (counters,)
+        if self._averaged:
+            return (*self._coverage_of_averages(), counters)
         if self._exchange is not None and not self._partitioned:
             return (*self._coverage_of_shards(when), counters)
         state = Coverage(
@@ -127,6 +131,19 @@ class Replicas:
                 blind="an error inside the reduction that reaches all ranks alike",
             ),
             counters,
+        )  # fmt: skip
+
+    def _coverage_of_averages(self) -> tuple[Coverage, ...]:
+        return (
+            Coverage(
+                site="weights", check=self.name, how="bitwise vote over all ranks",
+                when=f"every {self.period} steps, after they were averaged",
+                blind="what goes wrong between two averages: the next one gives it to all ranks",
+            ),
+            Coverage(
+                site="optimizer_state", check="-", how="", when="",
+                blind="every rank has its own, so no other has a copy to compare it with",
+            ),
         )  # fmt: skip
 
     def _coverage_of_shards(self, when: str) -> tuple[Coverage, ...]:
@@ -178,13 +195,14 @@ class Replicas:
         if state or not self._tables:
             self._tables = {
                 "weights": _table(self._inventory.weights()),
-                "optimizer_state": _table(self._inventory.optimizer_state()),
+                "optimizer_state": _table([] if self._averaged else self._inventory.optimizer_state()),
             }
         compared = (
             [e for e in self._inventory.gradients() if e.copies is None or len(e.copies) > 1] if gradients else []
         )
         self._tables["gradient"] = _table(compared)
-        self._tables["buffers"] = _table([e for e in self._inventory.buffers() if e.replicated])
+        alike = [e for e in self._inventory.buffers() if e.replicated and not self._averaged]
+        self._tables["buffers"] = _table(alike)
 
     def _shares(self) -> _Shares:
         """By site, one number for each set of ranks that must hold the same shards as this one."""

@@ -19,7 +19,7 @@ from unsilent.replay import Execution as Run
 from unsilent.ring import Ring
 from unsilent.world import World
 
-_TAG_OK, _TAG_SPARSE = 31, 34
+_TAG_OK, _TAG_SPARSE, _TAG_CHANGED = 31, 34, 36
 
 
 def rebuild(
@@ -42,7 +42,8 @@ def rebuild(
             all.
 
     Returns:
-        By how much the gradient has changed, as a share of the norm of this rank's part of it (NaN where one of them was
+        By how much the gradient has changed, as a share of the norm of this rank's part of it, without a reduction on the rank
+        where it has most (NaN where one of them was
         not finite); None when a rank could not do its part, or a rerun did not give the value it had to give.
     """
     mine = next((share for share in shares if share.auditee == world.rank), None)
@@ -61,22 +62,24 @@ def rebuild(
     for share in shares:
         if share.source == world.rank:
             rerun(share.auditee, share.digest)
-    kept = reduction.kept or reduction.ddp is None
+    kept = reduction.kept or (reduction.ddp is None and bool(shares))
     if not kept and world.rank not in runs and (mine is None or mine.source == world.rank):
         rerun(world.rank, None)
     if any(problems for problems in world.gather(problems, step=ring_step(ring), tag=_TAG_OK)):
         return None
 
     buffers = _local_buffers(reduction, runs.get(world.rank), kept)
+    received: dict[int, torch.Tensor] = {}
     for share in shares:
         if share.source != share.auditee:
-            _hand_over(world, reduction, ring, share, runs.get(share.auditee), buffers, losses)
-    if mine is not None and mine.source == world.rank:
+            received |= _hand_over(world, reduction, ring, share, runs.get(share.auditee), buffers, losses)
+    if world.rank in runs:
         _adopt(ring, runs[world.rank], losses)
 
     change = _Change()
     if reduction.ddp is None:
-        _write_directly(reduction, runs.get(world.rank), change)
+        own = runs.get(world.rank)
+        _write_directly(reduction, received or ({} if own is None else own.gradients), change)
     recorded = {bucket.index: bucket.buffer for bucket in reduction.buckets}
     for index in sorted(buffers if only is None else only & buffers.keys()):
         observe(buffers[index])
@@ -86,7 +89,10 @@ def rebuild(
         change.whole(recorded[index], buffers[index])
         reduction.write(index, buffers[index])
     torch.clear_autocast_cache()
-    return change.share
+    if reduction.ddp is not None:
+        return change.share
+    everywhere: list[float] = world.gather(change.share, step=ring_step(ring), tag=_TAG_CHANGED)
+    return max(everywhere, key=lambda share: math.inf if math.isnan(share) else share)
 
 
 class _Change:
@@ -145,23 +151,33 @@ def _hand_over(
     run: Run | None,
     buffers: Mapping[int, torch.Tensor],
     losses: list[torch.Tensor],
-) -> None:
-    """The source sends local buckets, losses and written module buffers; the faulty rank puts them in its place."""
+) -> dict[int, torch.Tensor]:
+    """The source sends local buckets, losses and written module buffers; the faulty rank puts them in its place.
+
+    Returns:
+        On the faulty rank of a model whose gradients nobody reduces: its gradients, by ``id(parameter)``; else nothing.
+    """
+    received: dict[int, torch.Tensor] = {}
+    alone = [p for p in reduction.inner.parameters() if p.requires_grad] if reduction.ddp is None else []
     if world.rank == share.source:
         assert run is not None
-        for bucket in reduction.buckets:
-            part = reduction.local(bucket.index, run.gradients)
+        parts = [reduction.local(bucket.index, run.gradients) for bucket in reduction.buckets]
+        for part in [*parts, *(run.gradients.get(id(p), torch.zeros_like(p)) for p in alone)]:
             if part.is_sparse:  # nobody else knows how many indices it has
                 world.exchange([(share.auditee, part.cpu())], [], step=ring_step(ring), tag=_TAG_SPARSE)
             else:
-                world.send(part, share.auditee)
+                world.send(part.contiguous(), share.auditee)
         if losses:
             world.send(torch.stack([loss.reshape(()) for loss in run.losses]), share.auditee)
         for name in sorted(run.buffers):
             world.send(run.buffers[name], share.auditee)
     elif world.rank == share.auditee:
-        for bucket in reduction.buckets:
-            buffer = buffers[bucket.index]
+        for p in alone:
+            like = p if p.grad is None else p.grad
+            received[id(p)] = (
+                torch.empty_like(like) if like.is_sparse else torch.empty(p.shape, dtype=p.dtype, device=p.device)
+            )
+        for buffer in [*(buffers[bucket.index] for bucket in reduction.buckets), *received.values()]:
             if buffer.is_sparse:
                 got = world.exchange([], [share.source], step=ring_step(ring), tag=_TAG_SPARSE)
                 buffer.copy_(got[share.source])
@@ -176,6 +192,7 @@ def _hand_over(
         for name in sorted(written):
             world.receive(written[name], share.source)
         ring.replayer.write_buffers(written)
+    return received
 
 
 def _adopt(ring: Ring, run: Run, losses: list[torch.Tensor]) -> None:
@@ -190,12 +207,10 @@ def put_losses(losses: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
         loss.copy_(value.reshape(loss.shape))
 
 
-def _write_directly(reduction: Reduction, run: Run | None, change: _Change) -> None:
+def _write_directly(reduction: Reduction, gradients: Mapping[int, torch.Tensor], change: _Change) -> None:
     """Without a reduction the local gradient is the gradient."""
-    if run is None:
-        return
     for parameter in reduction.inner.parameters():
-        if id(parameter) in run.gradients and parameter.grad is not None:
-            change.part(run.gradients[id(parameter)])
-            change.whole(parameter.grad, run.gradients[id(parameter)])
-            parameter.grad.copy_(run.gradients[id(parameter)])
+        if id(parameter) in gradients and parameter.grad is not None:
+            change.part(gradients[id(parameter)])
+            change.whole(parameter.grad, gradients[id(parameter)])
+            parameter.grad.copy_(gradients[id(parameter)])
