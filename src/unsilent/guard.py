@@ -1064,9 +1064,8 @@ class Guard:
         orderly = watcher.failure is None and not watcher.posted and error is None
         try:
             self._settle("guard.close")
-            votes = (
-                self._replicas_on and self.config.averaged_every is None
-            )  # the last average need not have been made yet
+            # The last average of local SGD need not have been made yet.
+            votes = self._replicas_on and self.config.averaged_every is None
             if orderly and self.steps and votes and not self.response.stopped:
                 with together(self.world, self.journal):
                     self._vote_now(_PHASE_END)

@@ -42,9 +42,9 @@ def rebuild(
             all.
 
     Returns:
-        By how much the gradient has changed, as a share of the norm of this rank's part of it, without a reduction on the rank
-        where it has most (NaN where one of them was
-        not finite); None when a rank could not do its part, or a rerun did not give the value it had to give.
+        By how much the gradient has changed, as a share of the norm of this rank's part of it (NaN where one of them was not
+        finite), without a reduction on the rank where it has changed most; None when a rank could not do its part, or a rerun
+        did not give the value it had to give.
     """
     mine = next((share for share in shares if share.auditee == world.rank), None)
     runs: dict[int, Run] = {}
