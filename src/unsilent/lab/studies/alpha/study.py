@@ -101,8 +101,8 @@ PLANS = {
 def quick(plan: Plan) -> Plan:
     """The same study in two minutes; its figures mean nothing."""
     return replace(
-        plan, samples=1, length=32, skip=60, clean_steps=60, trials_per_step=1.0, sustained_from=(80,) if
-        plan.sustained_from else (), sustained_trials=2, reseeded=5, paired_seeds=2, paired_steps=72,
+        plan, samples=1, length=32, skip=60, clean_steps=40, trials_per_step=1.0, sustained_from=(70,) if
+        plan.sustained_from else (), sustained_trials=1, reseeded=2, paired_seeds=2, paired_steps=66,
     )  # fmt: skip
 
 
