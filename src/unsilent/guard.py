@@ -603,7 +603,7 @@ class Guard:
                 "action", moment.step, verdict=finding.verdict, action=decision.action, seconds=seconds,
                 reason=decision.reason,
             )  # fmt: skip
-        self.ring.ready = None
+        self.ring.forget()
         if "audit" in moment.due and "audit" in self.checks and self.calibration.due:
             self.calibration.settle(moment.step)
         return first_action, first_verdict

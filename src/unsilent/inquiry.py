@@ -455,7 +455,8 @@ def _share(audit: AuditEvidence, places: Sequence[Place], *, own_first: bool) ->
     able = holders(audit, places, value)
     if not able:
         return None
-    source = next((rank for rank in able if (rank == audit.auditee) is own_first), able[0])
+    # Where nothing else decides, the last one asked: its gradients may be at hand.
+    source = next((rank for rank in able if (rank == audit.auditee) is own_first), able[-1])
     return Share(auditee=audit.auditee, source=source, digest=value)
 
 

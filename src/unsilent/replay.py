@@ -22,6 +22,7 @@ from unsilent.errors import UsageError
 from unsilent.fingerprints import combine, elements, sums_many, sums_of_gradients
 from unsilent.generators import GeneratorStates, read_generators, write_generators
 from unsilent.reduction import scale_
+from unsilent.sharded_reduction import Handover
 from unsilent.sharding import is_distributed, local
 from unsilent.streams import Streams
 from unsilent.weighing import share_of
@@ -308,6 +309,7 @@ class Replayer:
         start: Attributes | None = None,
         spread: bool = False,
         reduced: bool = False,
+        take: Sequence[Handover] = (),
     ) -> Execution:
         """Compute loss, local gradients and written buffers of ``work`` with this rank's weights.
 
@@ -316,6 +318,7 @@ class Replayer:
             start: attributes to begin from, where the live step took a snapshot of them.
             spread: micro-batches may overlap on the device; those that write buffers never do.
             reduced: where all ranks rerun together, reduce the gradients and keep them with the result; else without meaning.
+            take: where all ranks rerun together, gradients that are handed over in this rerun; else without meaning.
 
         Raises:
             Exception: whatever the user's code raises; everything is put back first.

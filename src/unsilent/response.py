@@ -345,7 +345,7 @@ class Response:
         way = self._way_back(verdict, step)
         if way.missing:
             self.stop(verdict, step, f"there is no way back: {way.missing}")
-        self._ring.ready = None
+        self._ring.forget()
         self.unsound = f"the rollback at step {step} has not come to its end, and the state is that of no step"
         if way.saved is None:
             self._rollback.restore()

@@ -6,7 +6,7 @@ Every rank takes part in every exchange, also one whose own part failed: it send
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,10 +20,12 @@ from unsilent.localize import next_replays
 from unsilent.records import AuditEvidence, Execution, Replay
 from unsilent.replay import Execution as Run
 from unsilent.replay import Reading, Replayer, Work, pack, unpack
+from unsilent.sharded_reduction import Handover
 from unsilent.world import World
 
 _TAG_WORK, _TAG_FORWARD, _TAG_EXECUTIONS = 20, 21, 22
 MAX_ROUNDS = 5
+_MOST_LENT = 2
 
 
 @dataclass
@@ -36,6 +38,14 @@ class Parcel:
     rows: torch.Tensor | None = None
     weights: int = 0
     finite: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lent:
+    """Gradients of one rank's work that another has computed, spread over all ranks; ``run`` is this rank's part in it."""
+
+    handover: Handover
+    run: Run | None
 
 
 class Ring:
@@ -71,6 +81,8 @@ class Ring:
         self.start: Attributes | None = None
         #: where ranks rerun together: the last rerun in which all had their own work, with its reduced gradients
         self.ready: Run | None = None
+        #: where ranks rerun together: what arbiters have computed in the last rerun, its gradients spread over the ranks
+        self.lent: tuple[Lent, ...] = ()
 
     def begin(self, work: Work | None, *, kernels: Kernels, start: Attributes | None) -> None:
         """Take this rank's own work of the step; ``start`` are the attributes its forward began with, if known."""
@@ -78,7 +90,11 @@ class Ring:
         self.kernels = kernels
         self.stale = False
         self.start = start
-        self.ready = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients that reruns have left for a repair."""
+        self.ready, self.lent = None, ()
 
     def swap(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:
         """Send this rank's work to its auditor and receive the auditee's; every rank calls it.
@@ -172,10 +188,10 @@ class Ring:
         for _ in range(1 + own_replays if self.replayer.together else 0):
             self._rerun(self.world.rank)
 
-    def rerun(self, auditee: int, *, spread: bool = False, reduced: bool = False) -> Run:
+    def rerun(self, auditee: int, *, spread: bool = False, reduced: bool = False, take: Sequence[Handover] = ()) -> Run:
         """Rerun work that this rank holds; raises what the user's code raises. For the options see :meth:`Replayer.run`."""
         return self.replayer.run(
-            self.works[auditee], kernels=self.kernels, start=self.start, spread=spread, reduced=reduced
+            self.works[auditee], kernels=self.kernels, start=self.start, spread=spread, reduced=reduced, take=take
         )
 
     def _parcel(self, reading: Reading | None, *, finite: bool, weights: int) -> Parcel:
@@ -233,7 +249,8 @@ class Ring:
         """Whose work this rank was asked to rerun, and what came out.
 
         Where reruns are made together, a rank that has nothing more to do reruns its own work, as often as the others go on. If
-        all ranks have their own in the last of these reruns, it is a whole step: its gradients are made ready for a repair.
+        all ranks have their own in the last of these reruns, it is a whole step: its gradients are made ready for a repair. If
+        arbiters have others' in a rerun, a device may err in every execution: what the arbiters compute is kept for a repair.
         """
         rank = self.world.rank
         asked: dict[int, list[int]] = {member: [] for member in range(self.world.size)}
@@ -245,20 +262,37 @@ class Ring:
             whose = {member: works[turn] if turn < len(works) else member for member, works in asked.items()}
             whole = turn == turns - 1 and all(member == auditee for member, auditee in whose.items())
             readies = whole and self.replayer.together and self._repairs
-            run, failure = self._rerun(whose[rank], reduced=readies)
+            take = self._lending(whose) if turns == 1 else ()
+            run, failure = self._rerun(whose[rank], reduced=readies, take=take)
             if readies:
                 self.ready = run
+            if take:
+                self.lent = tuple(Lent(handover=handover, run=run) for handover in take)
             if turn < len(asked[rank]):
                 made.append((whose[rank], self._execution(run, failure)))
         return made
 
-    def _rerun(self, auditee: int, *, reduced: bool = False) -> tuple[Run | None, str]:
+    def _lending(self, whose: Mapping[int, int]) -> tuple[Handover, ...]:
+        """How this rank takes part in spreading the gradients of a rerun in which arbiters, or teams of them, have others' work.
+
+        A device that errs spoils its own work and that of the rank that it audits, so that two audits are open at once.
+        """
+        teams, rank = self.world.teams, self.world.rank
+        pairs = {(teams.lead(member), teams.lead(auditee)) for member, auditee in whose.items() if member != auditee}
+        if not (self.replayer.together and self._repairs) or len(pairs) > _MOST_LENT:
+            return ()
+        return tuple(
+            Handover(self.world, source=teams.counterpart(rank, source), auditee=teams.counterpart(rank, auditee))
+            for source, auditee in sorted(pairs)
+        )
+
+    def _rerun(self, auditee: int, *, reduced: bool = False, take: Sequence[Handover] = ()) -> tuple[Run | None, str]:
         try:
             if auditee not in self.works:
                 if self.replayer.together:
-                    self.rerun(self.world.rank)
+                    self.rerun(self.world.rank, reduced=reduced, take=take)
                 return None, "the work did not arrive"
-            run = self.rerun(auditee, reduced=reduced)
+            run = self.rerun(auditee, reduced=reduced, take=take)
             self.audit.communicates |= run.communicated
             return run, ""
         except RankFailure:

@@ -50,9 +50,10 @@ class ShardedReplayer(Replayer):
         start: Attributes | None = None,
         spread: bool = False,
         reduced: bool = False,
+        take: Sequence[Handover] = (),
     ) -> Execution:
         """A rerun that leaves no trace. ``spread`` has no meaning here."""
-        return self.run_again(work, kernels=kernels, start=start, reduces="aside" if reduced else None)
+        return self.run_again(work, kernels=kernels, start=start, reduces="aside" if reduced else None, take=take)
 
     def run_again(
         self,

@@ -245,7 +245,9 @@ def test_a_device_that_always_errs_is_named_and_every_step_of_it_is_put_right(po
         assert same(one["bits"], other["bits"])
 
 
-def test_a_device_that_errs_in_every_execution_is_repaired_in_two_passes(pool: RankPool, tmp_path: Path) -> None:
+def test_a_device_that_errs_in_every_execution_is_repaired_with_what_the_arbiter_has_made(
+    pool: RankPool, tmp_path: Path
+) -> None:
     plain = pool.results(train, None)
     audited = partial(train, audit_every=1, replicas_every=1)
     guarded = pool.results(audited, str(tmp_path), {**STUCK, "rank": 1, "from_step": 3})
@@ -254,6 +256,8 @@ def test_a_device_that_errs_in_every_execution_is_repaired_in_two_passes(pool: R
             (step, "REPAIR", [1]) for step in (3, 4, 5)
         ]
         assert same(one["bits"], other["bits"])
+        # In each of these steps: the audit, three reruns of the two open audits, one of their arbiters, and the repair.
+        assert other["reruns"][-18:] == [None, None, None, "aside", None, "in place"] * 3
 
 
 def test_a_nan_in_a_step_that_no_audit_was_planned_for_is_traced_to_its_rank(pool: RankPool, tmp_path: Path) -> None:

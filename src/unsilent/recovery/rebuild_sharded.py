@@ -1,8 +1,9 @@
 """REPAIR and RECOMPUTE of a sharded model: forward, backward and reduction of the step again, on all ranks together.
 
 Where one rank's own rerun gives the right value, or nothing is known to be wrong, one pass is enough, and none where the
-inquiry has made one already. Where a rank errs in every execution, a first pass brings the gradients of another rank's rerun of its work, chunk by chunk, to all ranks; in the
-second they take the place of its own, just before each reduction. So no gradient of the whole model is ever held.
+inquiry has made one already. Where a rank errs in every execution, a first pass, unless the inquiry's arbiter has made it, brings
+the gradients of another rank's rerun of its work, chunk by chunk, to all ranks; in the second they take the place of its own, just
+before each reduction. So no gradient of the whole model is ever held.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from unsilent.determinism import Kernels
 from unsilent.recovery.rebuild import put_losses, square
 from unsilent.recovery.share import Share
 from unsilent.replay import Execution, Reading, Work
-from unsilent.ring import Ring
+from unsilent.ring import Lent, Ring
 from unsilent.sharded_reduction import Handover
 from unsilent.sharded_replay import ShardedReplayer
 from unsilent.sharding import local
@@ -53,8 +54,12 @@ def make_again(
     *,
     digest_of: Callable[[Reading], str],
     observe: Callable[[torch.Tensor], None] | None = None,
+    lent: Sequence[Lent] = (),
 ) -> tuple[Execution | None, str]:
     """Run a step's forward, backward and reduction again, and leave the gradients in ``.grad``; on all ranks together.
+
+    Args:
+        lent: gradients that are spread already, some of substitutes among them.
 
     Returns:
         What this rank's work gives, its losses and buffers those of its substitute where it has one; None and why, where a
@@ -81,13 +86,18 @@ def make_again(
     for lead in sorted({world.teams.lead(rank) for rank in again.substitutes}):
         auditee = world.teams.counterpart(mine, lead)
         source = again.substitutes[auditee]
-        handover = Handover(world, source=source, auditee=auditee)
-        made = run(auditee if mine == source else mine, take=(handover,))
+        spread = [one for one in lent if (one.handover.source, one.handover.auditee) == (source, auditee)]
+        if spread:
+            handover, made = spread[0].handover, spread[0].run  # what it gave is why it is the source
+        else:
+            handover = Handover(world, source=source, auditee=auditee)
+            made = run(auditee if mine == source else mine, take=(handover,))
+            if failed := _first(world.gather(problem, step=again.works[mine].step, tag=_TAG_RIGHT)):
+                return None, failed
         if mine == source:
+            assert made is not None
             stood_in[auditee] = made
         handovers.append(handover)
-        if failed := _first(world.gather(problem, step=again.works[mine].step, tag=_TAG_RIGHT)):
-            return None, failed
     made = run(mine, reduces="in place", give=tuple(handovers), observe=observe)
     if failed := _first(world.gather(problem, step=again.works[mine].step, tag=_TAG_RIGHT)):
         return None, failed
@@ -122,12 +132,13 @@ def rebuild_sharded(
         start=ring.start,
     )
     before = _gradients(replayer) if measured else []  # themselves: the pass leaves others in their place
-    ready, ring.ready = ring.ready, None
+    ready, lent = ring.ready, () if ring.stale else ring.lent
+    ring.forget()
     made = None
     if shares and not substitutes and not ring.stale:
         made = _take(world, replayer, ready, again, digest_of=ring.audit.digest_of, observe=observe)
     if made is None:
-        made, _ = make_again(world, replayer, again, digest_of=ring.audit.digest_of, observe=observe)
+        made, _ = make_again(world, replayer, again, digest_of=ring.audit.digest_of, observe=observe, lent=lent)
     if made is None:
         return None
     put_losses(losses, made.losses)
